@@ -1,8 +1,9 @@
-"""Train one task under the strategy that an accelerate yaml chooses: train_step, evaluate, fit, build, main.
+"""Train one task under the strategy chosen by an accelerate yaml: train_step, evaluate, fit, build, main.
 
 accelerate launch --config_file accelerate_configs/fsdp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
 
-To change the loss or add a metric: `loss` and `metrics` of your task in src/tasks/. To change the update: train_step.
+To change the loss or add a metric, edit `loss` or `metrics` of your task in src/tasks/; to change the update, edit
+train_step.
 """
 
 import src.distributed.early  # noqa: F401  # imports take seconds: handle signals first
@@ -18,27 +19,27 @@ from src.tasks.task_checks import require_sum
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
-from src.training.cuda_graph import RecordedStep
+from src.training.cuda_graph import CapturedStep
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_everywhere
 from src.training.gradients import float64_zeros, grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.out_of_memory import explaining_memory
 from src.training.progress import StepResult
-from src.training.run import Run, begin_task, build_data, build_model, described, fingerprints_of, on_device
+from src.training.run import Run, begin_task, build_data, described, fingerprints_of, on_device, prepare_model
 
 
 def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, float]) -> StepResult:
-    """Run forward and backward over this process's part of one global batch, then update the weights.
+    """Run forward and backward over this process's shard of one global batch, then update the weights.
 
     The loss is the mean over the targets (examples, tokens) of the *global* batch. The host doesn't wait for the
-    device, unless an optimizer cannot skip a step by itself.
+    device, unless an optimizer can't skip a step by itself.
     """
     accelerator, config, progress = run.accelerator, run.config, run.progress
 
     # ------------------------------------------------------------------------------------------ forward and backward
-    # The sum over a micro-batch, divided by the targets in all of them, on all processes. A mean of micro-batch means
-    # would give a target in a short one more weight, as transformers' Trainer did until 2024 (transformers#34191).
-    # DDP and FSDP average the gradients over the processes: times their number, the mean is the sum again.
+    # Divide each micro-batch's sum by the targets of the whole global batch. A mean of micro-batch means would give the
+    # targets in short ones more weight, as transformers' Trainer did until 2024 (transformers#34191). DDP and FSDP
+    # average gradients over the processes: multiply by their number to get the sum back.
     scale = accelerator.num_processes * progress.loss_scale / max(counts["targets"], 1)
     loss_sum = float64_zeros((), run.device)
     for i, batch in enumerate(micro_batches, start=1):
@@ -46,8 +47,8 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
             # call model(...), not model.forward(...): FSDP gathers a block's weights in forward hooks
             loss = run.task.loss(run.model, batch.data)
             if progress.step == 0:
-                require_sum(run.task, loss, batch.data)  # in the first step, so that the others cost nothing
-            # a dummy batch has weight 0, but goes through the backward pass as well, which is collective
+                require_sum(run.task, loss, batch.data)  # only in the first step, so that the others cost nothing
+            # a dummy batch has weight 0, but runs backward all the same, which is collective
             accelerator.backward(loss * (scale * batch.weight))
         if batch.weight:
             loss_sum += loss.detach()
@@ -67,7 +68,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
 
 
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
-    """Evaluate each example exactly once. Return the metrics, and the outputs that the task's tables are made from;
+    """Evaluate each example exactly once. Return the metrics and the outputs that the task's tables are made from, or
     None if the run was stopped meanwhile."""
     accelerator, task = run.accelerator, run.task
     run.model.eval()
@@ -77,22 +78,22 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     if scores is None:
         return None
     loss_sum, targets, examples = accelerator.reduce(scores.totals, "sum").tolist()
-    # each example once, in the dataset's order: metrics that are not a mean over examples, such as F1, need all outputs
+    # all outputs, each example once, in the dataset's order: F1, for example, is no mean over examples
     outputs = {name: gather_in_order(run, output, len(run.eval_set)) for name, output in scores.outputs.items()}
     metrics = metrics_everywhere(run, loss_sum / targets, int(examples) // run.cp_size, outputs)
     return Evaluation(metrics, outputs)
 
 
 def fit(run: Run) -> bool:
-    """Train to the last step, or until early stopping. Return False if the run was stopped, after saving it."""
+    """Train to the last step or until early stopping. Return False if the run was stopped, after saving it."""
     config, progress = run.config, run.progress
     performance = Performance(run)
-    # parts: W&B, the report and the like, which a copy may leave out, are told what happens to the run
+    # parts are W&B, the report and other optional code that follows the run
     with start_parts(run) as parts, Tracker(run, parts.where) as tracker, collecting_new_objects():
         stop = StopSignal(run.accelerator, config)
-        checkpoints = CheckpointWriter(run, tracker.say)
+        checkpoints = CheckpointWriter(run, tracker.tell)
         steps = CountedSteps(training_steps(run, progress.step), stop)
-        take_step = RecordedStep(run, train_step) if config.cuda_graphs else train_step
+        take_step = CapturedStep(run, train_step) if config.cuda_graphs else train_step
         is_stopping = False
         progress.start_clock()
         run.model.train()
@@ -109,14 +110,14 @@ def fit(run: Run) -> bool:
             missing_metrics = progress.missing_metrics(config)
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
             is_ending = is_stopping or is_last or bool(missing_metrics)
-            checkpoints.poll()  # reports on the one being written once it is done
+            checkpoints.poll()  # report on the one being written, once it is done
             # a checkpoint always holds the evaluation of its step: evaluate first, save second
             if progress.step and (is_ending or run.is_save_due()):
                 progress.tick()
                 checkpoints.save(tracker.state() | {"run_id": parts.run_id})
             if missing_metrics:
                 checkpoints.close()
-                progress.refuse(missing_metrics)
+                progress.reject(missing_metrics)
             if is_ending:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
@@ -128,13 +129,13 @@ def fit(run: Run) -> bool:
             is_stopping = steps.is_stop_requested()
             progress.add_step(result)
             tracker.advance()
-            # reading a loss makes the host wait for the device: only where its value is needed
+            # reading a loss makes the host wait for the device: do so only where its value is needed
             reads_losses = is_stopping or run.is_read_due()
             if reads_losses and progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps):
                 checkpoints.close()
                 progress.give_up(config, run.is_fp16, checkpoints.newest)
             if run.is_log_due() or progress.step == run.total_steps:
-                parts.log(*tracker.log_training(result, performance.metrics()))
+                parts.log(*tracker.log_training(result, performance.interval_metrics()))
 
         checkpoints.poll(wait=True)
         if is_stopping:
@@ -142,7 +143,7 @@ def fit(run: Run) -> bool:
         checkpoints.close()
         if not is_stopping:
             with explaining_memory("export", run):
-                exported = export_model(run, tracker.say)
+                exported = export_model(run, tracker.tell)
             parts.log(*tracker.log_report(exported))
             parts.end(tracker.write_summary(exported.metrics, checkpoints.pause_seconds))
     return not is_stopping
@@ -150,15 +151,14 @@ def fit(run: Run) -> bool:
 
 @explaining_memory("load")
 def build(config: Config) -> Run | None:
-    """Join the processes, build data, model and optimizers, and load the checkpoint to continue from. Return None if
-    the run in this output folder is finished."""
-    # ------------------------------------------------------------------- processes, and what the run continues from
+    """Join the processes, build data, model and optimizers, and load the checkpoint to resume from. Return None if the
+    run in this output folder has already finished."""
+    # ------------------------------------------------------------------- processes, and what the run resumes from
     accelerator, launch = build_accelerator(config)
     store = open_store(accelerator, config)
     resume = find_checkpoint(accelerator, config, store)
     if resume.is_finished:
-        says = "holds this run, finished: nothing to do; raise --epochs or --max_steps"
-        accelerator.print(f"{config.folder} {says}")
+        accelerator.print(f"{config.folder}: this run has finished; to train longer, raise --epochs or --max_steps")
         leave(accelerator)
         return None
 
@@ -168,7 +168,7 @@ def build(config: Config) -> Run | None:
     fingerprints = fingerprints_of(config.task, (train_set, eval_set), accelerator)
 
     # --------------------------------------------------------------------------------------- model and optimizers
-    model, facts = build_model(config, accelerator, launch)
+    model, facts = prepare_model(config, accelerator, launch)
     optimizers = build_optimizers(config.optim, model)  # after sharding, which replaces the parameters
 
     # --------------------------------------------------------------------------------------------------- the run
@@ -195,7 +195,7 @@ def main() -> None:
     config = run_settings()
     join_machines(config)
     run = build(config)
-    if run is None:  # it has already finished
+    if run is None:  # it has finished
         return
     if config.mode != "train":  # --check or --dry-run
         is_right = MODES[config.mode](run, train_step, evaluate)
@@ -209,7 +209,7 @@ def main() -> None:
     if is_done and config.push_to_hub and run.is_main:
         push_to_hub(config)
     if not is_done and num_machines() > 1:
-        # stopped: after exit code 0, launchers of several machines wait for minutes and report success
+        # stopped: after exit code 0, the launcher of a multi-machine run waits for minutes and reports success
         raise SystemExit(1)
 
 

@@ -1,4 +1,4 @@
-"""What is measured. Nothing here asks the Hub for anything, of which its library has to know before it is imported."""
+"""Benchmarks. They work offline, which the Hub's library has to be told before it is imported."""
 
 import os
 

@@ -4,7 +4,7 @@
 
 - pause: for how long a save keeps the loop from training, of a Llama of 100M parameters with AdamW's state (1.3 GB),
   against `accelerator.save_state` of the same. In turn; ours is written in the background, while it trains.
-- resume: a whole session of train.py that goes on from 99% of an epoch of 60,000 images for one step, against from 1%.
+- resume: a whole session of train.py that resumes at 99% of an epoch of 60,000 images for one step, against at 1%.
 - size: all files of a checkpoint against the bytes of its tensors.
 - export: the peak of resident memory of `python -m src.tools.checkpoints export`, beyond that of the same for a tiny
   model, against the bytes of the model and of one shard, which is mapped into memory: here the whole checkpoint.
@@ -81,7 +81,7 @@ def peak_of_export(checkpoint: Path) -> int:
 
 
 def session(folder: Path, steps: int, resume: Path | None = None) -> tuple[float, Path]:
-    """Train on images, to so many steps of an epoch's 938. Return the session's seconds and its last checkpoint."""
+    """Train on images up to a step of an epoch's 938. Return the session's seconds and its last checkpoint."""
     settings = CNN | {"task.data_dir": folder / "images", "max_steps": steps, "save_every": NEVER}
     side = Side(train_py(settings | ({"resume": resume} if resume else {})), Path(tempfile.mkdtemp(dir=folder)))
     started = time.perf_counter()

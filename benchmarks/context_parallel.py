@@ -1,4 +1,4 @@
-"""What it costs that two processes share each sequence (fsdp_cp.yaml), next to a sequence for each (fsdp.yaml).
+"""Measure the cost of sharing each sequence between two processes (fsdp_cp.yaml) against one each (fsdp.yaml).
 
     python -m benchmarks.context_parallel
 

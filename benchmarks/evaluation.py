@@ -54,7 +54,7 @@ def measure_in_process(data_dir: str) -> None:
         return time.perf_counter() - started
 
     def compare(model: nn.Module) -> list[list[float]]:
-        tune_for_cpu(model)  # as train.py does; both sides gain from what it changes in this process
+        tune_for_cpu(model)  # as train.py does; it speeds up both sides
         model = prepare(accelerator, model)
         loader = accelerator.prepare(DataLoader(test_set, batch_size=64, collate_fn=config.task.collate))
         counts: set[int] = set()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--minutes=9] [--data_dir=DIR] [--output=gpu_proof.json]
 
-It needs no internet, and what it finds out is in the output as soon as it is known: a proof that is cut short is still
+It needs no internet, and writes each result as soon as it is known: a proof that is cut short is still
 worth something. The most important comes first, what no longer fits into the minutes is left out. The Llama of the last
 rows has 1.1 billion parameters in TinyLlama's shape, or fewer where the GPU has less than 75 GiB. MNIST is read from
 DIR/MNIST/raw; without it, random images take its place, and accuracy is not asked for.
@@ -46,7 +46,7 @@ from src.tracking.performance import peak_flops
 from tests.warm_ranks import warm
 
 INTERVAL, INTERVALS = 5, 4
-"""Steps between two records of the Llama's speed, and how many of these; the first, which warms up, isn't counted."""
+"""Steps between two logged speeds of the Llama, and the number of these intervals; the first one is warm-up."""
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4,
          "vocab_size": 32_000}  # fmt: skip
 SIZES = {75: (22, 4), 44: (22, 2), 32: (22, 1), 0: (4, 1)}
@@ -90,7 +90,7 @@ class LargeBench(Bench):
 
 
 def images(folder: Path, count: int) -> Path:
-    """Return a folder with random images in place of MNIST's: `count` to train on, 100 to test."""
+    """Return a folder with random images instead of MNIST's: `count` for training, 100 for testing."""
     made = folder / f"images_{count}"
     if not made.exists():
         write_images(made, count)
@@ -271,7 +271,7 @@ def describe() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on, but for the GPU itself."""
+    """Return everything but the GPU that the figures depend on."""
     asked = ("torch", "transformers", "accelerate", "peft", "triton", "bitsandbytes", "torchao")
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
@@ -296,7 +296,7 @@ def output_of(*command: str) -> str:
 
 
 def prove(bench: LargeBench, proof: dict[str, Any], output: Path) -> None:
-    """Answer each row that there is time for; write and print what was found as soon as it is known."""
+    """Run each row for which there is time; write and print each result as soon as it is known."""
     for title, estimate, measure in ROWS:
         started = time.monotonic()
         for found, shown in answers(bench, title, estimate, measure):
@@ -327,7 +327,7 @@ def answers(bench: LargeBench, title: str, estimate: int, measure: Measure) -> I
 
 
 def line(finding: Finding) -> str:
-    """Return what the terminal shows of a finding."""
+    """Return a finding as a line for the terminal."""
     value = f"{finding.value:,.0f}" if abs(finding.value) >= 1000 else f"{finding.value:.3g}"
     asked = "".join(
         f", asked {sign} {bound:.3g}"
@@ -343,7 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9, help="which it takes at most")
     parser.add_argument("--data_dir", type=Path, default="data", help="folder with MNIST/raw")
-    parser.add_argument("--output", type=Path, default="gpu_proof.json", help="a file for what is found out")
+    parser.add_argument("--output", type=Path, default="gpu_proof.json", help="file to write the results to")
     parser.add_argument("--smoke", action="store_true", help="tiny models, to try each line")
     chosen = parser.parse_args()
     deadline = time.monotonic() + 60 * chosen.minutes

@@ -47,7 +47,7 @@ class Forked:
 
     @property
     def losses(self) -> list[float]:
-        """By step; of a step that was taken again after a kill, the last. NaN where it was not finite."""
+        """By step; of a step that was repeated after a kill, the last. NaN where it was non-finite."""
         by_step = {record["step"]: record["train/loss"] for record in self.records}
         return [math.nan if loss is None else loss for loss in by_step.values()]
 
@@ -65,10 +65,10 @@ def run_forked(
     begin: Callable[[], object] = lambda: None,
     deadline: float = float("inf"),
 ) -> Forked:
-    """Train into this folder, as one process under the yaml; a run that is there goes on.
+    """Train into this folder, as one process under the yaml; resume a run that is there.
 
     Args:
-        precision: the mixed precision, in place of the yaml's.
+        precision: the mixed precision, instead of the yaml's.
         acts: by the number of steps that were taken before.
         begin: called first in the new process.
         deadline: in the seconds of time.monotonic.
@@ -146,5 +146,5 @@ def _work_and_leave(work: Callable[[], Any], log: Path, answer: Path) -> None:
         failure = error
     try:
         end(failure)
-    finally:  # nothing may get back to what this process was forked from
+    finally:  # don't return into the code that this process was forked from
         os._exit(1)

@@ -34,7 +34,7 @@ SETTINGS = {"optim.lr": 1e-4, "log_every": 1, "max_steps": STEPS, "save_every": 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was measured, and what it is to be."""
+    """A measured value, and its bounds."""
 
     what: str
     value: float
@@ -45,7 +45,7 @@ class Finding:
 
     @property
     def is_right(self) -> bool:
-        """Return whether it is as asked; also true if nothing is asked."""
+        """Return whether the value is within its bounds, if it has any."""
         has_more = self.at_least is not None and not self.value >= self.at_least
         return not has_more and not (self.at_most is not None and not self.value <= self.at_most)
 

@@ -41,14 +41,14 @@ PEERS = ("trainer", "plain")
 
 @dataclass(frozen=True)
 class Plan:
-    """The same for train.py and for what it is compared with."""
+    """Settings shared by train.py and its peers."""
 
     shape: dict[str, Any]
     """Fields of LlamaConfig; without vocab_size, it is the byte tokenizer's."""
     length: int  # tokens of a sequence
     batch: int  # sequences per step
     micro: int = 1  # sequences at once, of a peer
-    interval: int = 1  # steps between two records of the loss
+    interval: int = 1  # steps between two logged losses
     lr: float = 1e-3
     precision: str = "bf16"
     is_cuda: bool = False
@@ -93,7 +93,7 @@ def write_text(folder: Path, sequences: int, length: int) -> None:
 
 
 def work(side: Side) -> dict[str, Any]:
-    """Return what a side did."""
+    """Return a side's results."""
     if (side.folder / "work.json").exists():
         return json.loads((side.folder / "work.json").read_text())
     last = side.records[-1]

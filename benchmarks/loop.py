@@ -4,8 +4,8 @@
 
 Two models, since what a loop costs is a time and not a share: the MNIST CNN, and an MLP whose forward, backward and
 update take 0.15 ms together. By hand it is the shortest loop that does the same: the same images in batches of 64 by
-index, fp32, cross entropy, the gradients' norm (clip_grad_norm_, and no update where it is not finite), fused AdamW, a
-one-cycle schedule, the mean loss told every 50 steps. They take turns of 100 or 4,000 steps. Asserted: the same mean
+index, fp32, cross entropy, the gradients' norm (clip_grad_norm_, and no update where it is non-finite), fused AdamW, a
+one-cycle schedule, the mean loss printed every 50 steps. They take turns of 100 or 4,000 steps. Asserted: the same mean
 loss over the first turn, within 10%, as their shuffling differs.
 """
 

@@ -22,7 +22,7 @@ class Comparison:
     """In `unit`, one value per round, as `theirs`: each was measured right before or after ours."""
     theirs: list[float]
     target: float
-    """What the median ratio is to reach."""
+    """Bound for the median ratio."""
     is_gain: bool
     """True: the ratio says how many times as fast ours is, and more is better. False: how many times as much ours
     takes, and less is better."""

@@ -1,4 +1,4 @@
-"""What the plan says of runs that others have published, against what they measured. docs/published.md explains it.
+"""Compare the plan with published measurements of runs. docs/published.md explains it.
 
     python -m benchmarks.published                      all of them, in a table: 13 minutes on one core
     python -m benchmarks.published --only llm.c Qwen    those whose names have one of these words
@@ -257,7 +257,7 @@ def arguments(run: Run, folder: Path) -> list[str]:
 
 
 def predict(run: Run) -> list[dict[str, Any]]:
-    """Return what the plan says of the run: with and without what the source leaves open."""
+    """Return the plan's figures for the run, with and without each option that the source leaves open."""
     found = []
     gpu = find_gpu(run.gpu)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""How a benchmark starts what it measures, lets it take turns, and reads what it wrote about itself."""
+"""Start the sides of a benchmark, alternate between them, and read their logs."""
 
 import contextlib
 import json
@@ -76,7 +76,7 @@ class Side:
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """Its output."""
         return (self.folder / "log").read_text(errors="replace")
 
     @property
@@ -152,7 +152,7 @@ class Side:
 
 @contextlib.contextmanager
 def running(*sides: Side) -> Iterator[None]:
-    """Leave no process of theirs behind: told to stop, they would save first, and keep the GPU's memory till then."""
+    """Leave no process behind: on a signal to stop they would save first, and hold the GPU's memory until then."""
     try:
         yield
     finally:

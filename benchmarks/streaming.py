@@ -71,7 +71,7 @@ def compared(question: str, unit: str, found: list[list[float]], target: float, 
 
 
 def write_rows(folder: Path, rows: int, files: int) -> Path:
-    """Write so many rows in so many files."""
+    """Write `rows` rows into `files` files."""
     random = np.random.default_rng(0)
     words = np.array(["".join(random.choice([*"etaoinshrdlu"], size)) for size in random.integers(1, 9, 1000)])
     folder.mkdir()
@@ -196,7 +196,7 @@ def resume(_: Path, large: Path, caches: Path) -> Measured:
             taken = seconds(lambda: batch(task, stream, place))
             time.sleep(0 if clears else 0.5)
             for future in stream._read.values():
-                future.result()  # what it reads ahead must not slow down the next
+                future.result()  # its prefetching must not slow down the next
             return taken
 
         late, early = in_turn(ROUNDS, lambda: reach(0.9, next(epochs)), lambda: reach(0.01, next(epochs)))

@@ -22,7 +22,7 @@ MESH = [f"parallelism_config_{name}_size" for name in ("dp_replicate", "dp_shard
 
 
 def mistakes(machines: int, processes: int, rank: int, ip: str, port: int, *mesh: int) -> Iterator[str]:
-    """Yield what would end in a traceback or in endless waiting, one line each."""
+    """Yield a line for each mistake that would otherwise end in a traceback or a hang."""
     if mesh and math.prod(mesh) != processes:
         replicas, shards, parts = mesh
         product = f"dp_replicate_size={replicas} x dp_shard_size={shards}" + (f" x cp_size={parts}" * (parts > 1))
@@ -30,13 +30,13 @@ def mistakes(machines: int, processes: int, rank: int, ip: str, port: int, *mesh
     if machines == 1:
         return
     if (processes or 1) % machines:
-        yield f"num_processes={processes} is no multiple of num_machines={machines}: it counts those of all machines"
+        yield f"num_processes={processes} is not a multiple of num_machines={machines}: it counts all machines"
     if rank not in range(machines):
-        yield f"machine_rank={rank} is none of 0 to {machines - 1}: add --machine_rank, another one on each machine"
+        yield f"machine_rank={rank} must be from 0 to {machines - 1}: pass a different --machine_rank on each machine"
     for name in [name for name, value in ((KEYS[3], ip), (KEYS[4], port)) if not value]:
-        yield f"{name} is missing: add --{name}, that of the machine with rank 0, the same on all"
+        yield f"{name} is missing: pass --{name} of the machine with rank 0, the same on all machines"
     if rank == 0 and port and is_port_in_use(port):
-        yield f"main_process_port={port} is taken on this machine: choose another one, the same on all"
+        yield f"main_process_port={port} is in use on this machine: choose another one, the same on all machines"
 
 
 @exit_codes("machine.py")

@@ -1,6 +1,6 @@
-"""A GPU for machines without one, which counts what it is asked to do and computes nothing: null_gpu.c, compiled here.
+"""Compile null_gpu.c: a GPU for machines without one, which counts calls and computes nothing.
 
-docs/gpu.md says what it is, and what it can't show.
+docs/gpu.md explains it, and says what it can't show.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 
 SOURCE = Path(__file__).with_name("null_gpu.c")
 CUDA = torch.version.cuda or "none"
 SERVED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""Versions of torch that were tried. Another one may call what is not here, or take structs of another shape."""
+"""Tested versions of torch. Others may call missing functions, or pass structs of another shape."""
 WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")
-"""Kinds of what null_gpu.c counts for which the host waits for the device."""
+"""null_gpu.c's names for calls in which the host waits for the device."""
 
 
 def headers() -> list[Path]:
-    """Return the folders with CUDA's headers, those of the runtime that torch is linked with first: triton's may be of
-    another version, whose structs have another shape (CUDA 12.8 with torch 2.11). Empty: that runtime's are missing."""
+    """Return the folders with CUDA's headers, those of torch's own runtime first: triton's may be of another version,
+    whose structs have another shape (CUDA 12.8 with torch 2.11). Empty: the runtime's are missing."""
     folders = [
         Path(parent, name)
         for package, name in (("nvidia", f"cu{CUDA.partition('.')[0]}/include"), ("triton", "backends/nvidia/include"))
@@ -49,7 +49,7 @@ def headers() -> list[Path]:
 
 
 def reason_to_skip(*compilers: str) -> str | None:
-    """Return why the null GPU can't be used here, or None. `compilers` are those needed besides gcc."""
+    """Return why the null GPU can't be used here, or None. `compilers` are needed besides gcc."""
     missing = [name for name in ("gcc", *compilers) if not shutil.which(name)]
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return "the null GPU needs Linux on x86-64"
@@ -65,8 +65,8 @@ def reason_to_skip(*compilers: str) -> str | None:
 
 
 def cached(sources: list[Path], build: Callable[[Path], None]) -> Path:
-    """Return the folder of what `build` makes of the sources in the folder that it is given; it is called unless that
-    was done before. NULL_GPU_CACHE may name another place for it than ~/.cache."""
+    """Return the folder of the libraries that `build` compiles from the sources, calling it unless they are cached.
+    NULL_GPU_CACHE may name another folder than ~/.cache."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in (*sources, Path(__file__)))).hexdigest()[:12]
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     cache = Path(os.environ.get("NULL_GPU_CACHE") or f"{home}/accelerate-template/null-gpu").absolute()
@@ -78,13 +78,13 @@ def cached(sources: list[Path], build: Callable[[Path], None]) -> Path:
         folder = Path(scratch, "libraries")
         folder.mkdir()
         build(folder)
-        with contextlib.suppress(OSError):  # another process has built the same meanwhile
+        with contextlib.suppress(OSError):  # another process was faster
             folder.rename(done)
     return done
 
 
 def compile_null_gpu(folder: Path) -> None:
-    """Compile null_gpu.c into a folder, as the driver and, under a second name, as NVML."""
+    """Compile null_gpu.c into a folder, as CUDA's driver and, under a second name, as NVML."""
     library = folder / "libcuda.so.1"
     options = ["-std=gnu17", "-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     options += [f"-I{include}" for include in headers()]
@@ -93,17 +93,17 @@ def compile_null_gpu(folder: Path) -> None:
 
 
 def null_environment(devices: int = 1, **more: str) -> dict[str, str]:
-    """Return what a process needs in its environment for so many GPUs that run no kernel; `more` is added.
+    """Return the environment variables that give a process this many null GPUs, and `more`.
 
     Raises:
-        RuntimeError: this machine can't build it; `reason_to_skip` says why.
+        RuntimeError: this machine can't build the null GPU; `reason_to_skip` says why.
     """
     if reason := reason_to_skip():
         raise RuntimeError(reason)
     folder = str(cached([SOURCE], compile_null_gpu))
     path = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
     return {
-        "LD_PRELOAD": "libcuda.so.1",  # looked for in LD_LIBRARY_PATH: spaces in a folder's name would cut it here
+        "LD_PRELOAD": "libcuda.so.1",  # found through LD_LIBRARY_PATH: a path here must not contain spaces
         "TRITON_LIBCUDA_PATH": folder,
         "LD_LIBRARY_PATH": path,
         "NULL_GPU_COUNT": str(devices),
@@ -114,19 +114,19 @@ def null_environment(devices: int = 1, **more: str) -> dict[str, str]:
 
 
 class NullGpu:
-    """What this process has asked of its null GPU."""
+    """Counts this process's calls to its null GPU."""
 
     def __init__(self) -> None:
         self.library: Any = ctypes.CDLL("libcuda.so.1")
         self.library.null_gpu_kind_name.restype = ctypes.c_char_p
         self.library.null_gpu_count.restype = ctypes.c_long
         self.kinds: list[str] = []
-        """What it counts, by the names that null_gpu.c gives."""
+        """null_gpu.c's names for what it counts."""
         while name := self.library.null_gpu_kind_name(len(self.kinds)):
             self.kinds.append(name.decode())
 
     def counts(self) -> dict[str, int]:
-        """Return how often each kind of thing has happened, if it has, since the last `reset`."""
+        """Return the nonzero counts since the last `reset`, by kind."""
         return {kind: n for i, kind in enumerate(self.kinds) if (n := self.library.null_gpu_count(i))}
 
     def reset(self) -> None:
@@ -134,17 +134,17 @@ class NullGpu:
 
 
 def join_alone(gpus: int) -> None:
-    """Join a group of so many processes, of which this one is the first and the only one."""
+    """Join a process group of size `gpus` as rank 0, without any other process."""
     torch.cuda.set_device(0)
     # `fake` first: torch 2.11 gives a backend the options of the one before it
-    # the null GPU's NCCL takes all others to do as this process does; gloo would wait for them
+    # the null GPU's NCCL assumes that all others do the same; gloo would wait for them
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=gpus)
     torch_distributed: Any = dist
-    # torch 2.15 would split groups from this one, of a size that only the others could tell
+    # torch 2.15 would split groups from this one, whose size only the others know
     torch_distributed.group.WORLD.bound_device_id = None
     # `fake` refuses it before torch 2.14
     torch_distributed.ProcessGroup.set_timeout = lambda *_: None
-    # torch 2.15 copies what was gathered by a kernel, which is not run: DDP would find the others without parameters
+    # torch 2.15 copies gathered data with a kernel, which does not run: DDP would find that the others lack parameters
     torch_distributed._verify_params_across_processes = lambda *_: None
     new_group: Any = dist.new_group
 

@@ -1,7 +1,7 @@
-"""The parts of the project that a copy may leave out, and where they join the rest.
+"""The optional parts of the project, and where they join the rest.
 
-A part is told what happens to a run (src/tracking/part.py), takes the place of training, or brings what settings name.
-docs/make-it-yours.md says what each does, and how to leave it out. To record runs elsewhere, add a Part of your own.
+A part follows a run (src/tracking/part.py), runs in place of training, or downloads what a setting names.
+docs/make-it-yours.md says what each part does and how to leave it out. To log runs elsewhere, add a Part of your own.
 """
 
 import sys
@@ -19,15 +19,15 @@ from src.distributed.machines import join
 from src.tasks import TASKS
 from src.tools.next_step import NextStep
 from src.tracking.accelerate_trackers import TensorBoard, Trackio
-from src.tracking.dry_run import dry_run
 from src.tracking.guard import guarded
 from src.tracking.part import Part, Parts
 from src.tracking.report import Report
+from src.tracking.summary import dry_run
 from src.tracking.wandb import WandbPart, download_artifact
 from src.training.run import Run
 
 PARTS: list[Callable[[Run, str], Part]] = [
-    # in this order they say, at the end, what they made
+    # their closing lines are printed in this order
     Report,  # room: report
     NextStep,  # room: tools
     guarded(WandbPart),  # room: wandb
@@ -38,31 +38,30 @@ MODES: dict[str, Callable[..., bool]] = {
     "check": run_checks,  # room: check
     "dry_run": dry_run,
 }
-"""What takes the place of training, by the setting that asks for it: called with the run, train_step and evaluate."""
+"""Functions that run in place of training, by the setting that chooses them: called with run, train_step, evaluate."""
 DOWNLOADS: dict[str, Callable[[str], Path]] = {
-    # scheme:rest in a setting
     "wandb": download_artifact,  # room: wandb
 }
-"""What brings a folder from elsewhere, by the scheme of its name."""
+"""Functions that download a folder, by the scheme of the setting that names it (SCHEME:NAME)."""
 
 
 def run_settings(argv: list[str] | None = None) -> Config:
-    """Return the settings of the run, by default from the command line; raise a UserError with all their mistakes."""
+    """Return the run's settings, by default from the command line. Raise a UserError that lists all their mistakes."""
     return load_config(sys.argv[1:] if argv is None else argv, TASKS, folder_errors, DOWNLOADS)
 
 
 def join_machines(config: Config) -> None:
-    """On several machines, wait for all of them, and raise a UserError if they are not about to do the same."""
+    """On several machines, wait for all of them. Raise a UserError if they are not set up alike."""
     join(config)  # room: machines
 
 
 def start_parts(run: Run) -> Parts:
-    """Tell the parts that the run begins, and return them."""
+    """Start the parts that the settings ask for, and return them."""
     return Parts(run, PARTS)
 
 
 def open_store(accelerator: Accelerator, config: Config) -> Store:
-    """Return where the run's checkpoints are. Collective."""
+    """Return the store of the run's checkpoints. Collective."""
     if config.checkpoint.mirror and config.saves:  # room: machines
         return Mirror(accelerator, config)
     return Store(config)

@@ -99,7 +99,7 @@ def test_an_evaluation_set_without_any_target_is_one_line_before_training(launch
     before = "from src.tasks.sign import Sign\nSign.count = lambda self, batch: {'targets': 0}"
     run = launch("ddp", *ARGUMENTS, project=project, before=before, processes=2)
     assert run.exit_code == 2
-    says = "the data to evaluate on have nothing to predict: Task.count finds no targets in any of them"
+    says = "the evaluation set has nothing to predict: Task.count finds no targets in it"
     assert run.messages == [f"train.py: {says}"]
 
 
@@ -114,7 +114,7 @@ def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: La
     run = launch("ddp", *arguments, "--early_stopping.metric=eval/acuracy", project=project, processes=2)
     assert run.messages == [
         "train.py: early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
-        "(eval/loss, eval/examples, eval/accuracy); with another one, the same command continues from step 13"
+        "(eval/loss, eval/examples, eval/accuracy); choose another one, and the same command resumes at step 13"
     ]
     better = "--early_stopping.metric=eval/loss"
     again = launch("cpu", *arguments, better, project=project, folder=run.folder).succeeded()

@@ -56,12 +56,12 @@ def test_export_is_what_the_run_exported(tool: Tool, run: Run, tmp_path: Path) -
     for name in ("model.safetensors", "README.md"):
         assert (folder / name).read_bytes() == (run.folder / "model" / name).read_bytes()
     again = tool("export", run.folder)
-    assert (again.exit_code, again.stderr) == (2, f"checkpoint: {folder}: exists already; name another folder\n")
+    assert (again.exit_code, again.stderr) == (2, f"checkpoint: {folder}: already exists; choose another folder\n")
     tool("export", run.folder / "checkpoints/step_00000024", f"--output={tmp_path}/older").succeeded()
     older = tmp_path / "older/model.safetensors"
     assert older.read_bytes() != (folder / older.name).read_bytes()
 
 
 def test_what_is_no_checkpoint_is_one_line(tool: Tool) -> None:
-    says = "checkpoint: nowhere: neither a checkpoint nor a folder with any\n"
+    says = "checkpoint: nowhere: neither a checkpoint nor a folder with checkpoints\n"
     assert tool("list", "nowhere").stderr == says

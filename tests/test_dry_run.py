@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import default_collate
 
 from src.tasks.mnist import Mnist
-from src.tracking.dry_run import MOST_CHARACTERS, shown
+from src.tracking.summary import MOST_CHARACTERS, shown
 from tests.faults.runs import ALL, TINY, contents
 from tests.launching import Launch, Whole
 
@@ -30,13 +30,11 @@ def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(launch
     run = launch("fsdp", *TINY, "--dry-run", folder=tmp_path / "a/b", wandb="offline").succeeded()
     assert contents(tmp_path) == {}
     assert run.stderr == ""
-    assert run.stdout.splitlines()[-1].startswith(
-        "dry run: 14 of 14 steps to take, an evaluation every 8, a checkpoint"
-    )
+    assert run.stdout.splitlines()[-1].startswith("dry run: 14 of 14 steps to take, evaluating every 8, saving")
     assert ", 2 processes" in run.stdout
     assert f"output     {tmp_path}/a/b" in run.stdout
     task = Mnist(source="digits")
-    first = [f"example {i} of the training data, in step 1:\n{digit(task, i)}" for i in order(epoch=0)[:2]]
+    first = [f"training example {i}, in step 1:\n{digit(task, i)}" for i in order(epoch=0)[:2]]
     assert "\n\n".join(first) in run.stdout
 
 
@@ -47,7 +45,7 @@ def test_a_dry_run_finds_and_loads_the_resume_point_and_touches_nothing(
     would."""
     folder = tmp_path / "run"
     shutil.copytree(whole("ddp", *ALL).folder, folder)
-    assert "finished: nothing to do" in launch("cpu", *TINY, "--dry-run", folder=folder).succeeded().stdout
+    assert "this run has finished" in launch("cpu", *TINY, "--dry-run", folder=folder).succeeded().stdout
     damaged = folder / "checkpoints" / "step_00000014"
     (damaged / "state.json").write_text("{}")
     (folder / "checkpoints" / "tmp_step_00000009").mkdir()
@@ -56,7 +54,7 @@ def test_a_dry_run_finds_and_loads_the_resume_point_and_touches_nothing(
     assert f"skipped: {damaged}, state.json has " in run.stdout
     assert "after step 12, from" in run.stdout
     assert run.stdout.splitlines()[-1].startswith("dry run: 8 of 20 steps to take")
-    assert f"example {order(epoch=0)[12 * 16]} of the training data, in step 13:" in run.stdout
+    assert f"training example {order(epoch=0)[12 * 16]}, in step 13:" in run.stdout
     other = launch("cpu", *TINY, "--optim.lr=1", "--dry-run", folder=folder)
     assert other.exit_code == 2
     assert "of a run with other settings: optim.lr" in other.messages[0]

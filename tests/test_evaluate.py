@@ -46,12 +46,12 @@ def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert refused.stderr.splitlines() == [
         "evaluate: --bla: not understood; settings are written --name=value",
-        "evaluate: --seed=3: does not say which data to evaluate on, as other settings of the task do",
+        "evaluate: --seed=3: only settings of the task that choose the data can be changed here",
         "evaluate: --task.source=digts: must be 'mnist' or 'digits'",
         "evaluate: --task.sorce=digits: unknown setting, did you mean task.source?",
     ]
     (output := tmp_path / "predictions.parquet").touch()
-    assert tool(run.folder, f"--output={output}").stderr.startswith(f"evaluate: {output}: exists already; ")
+    assert tool(run.folder, f"--output={output}").stderr.startswith(f"evaluate: {output}: already exists; ")
 
 
 def test_what_the_run_alone_needs_need_not_be_there(tool: Tool, run: Run, tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ def hang(*_: object) -> None:
 @pytest.mark.parametrize(
     ("method", "fault", "why", "calls"),
     [
-        ("start", hang, "it has not answered for 0 seconds", "start abandon"),
-        ("log", hang, "it has not answered for 0 seconds", "start log abandon"),
-        ("end", hang, "it has not answered for 0 seconds", "start log log end abandon"),
+        ("start", hang, "no answer for 0 seconds", "start abandon"),
+        ("log", hang, "no answer for 0 seconds", "start log abandon"),
+        ("end", hang, "no answer for 0 seconds", "start log log end abandon"),
         ("start", crash, "a bug of theirs", "start abandon"),
         ("end", crash, "a bug of theirs", "start log log end abandon"),
         ("end", None, None, "start log log end"),
@@ -53,5 +53,5 @@ def test_one_that_hangs_or_raises_is_dropped(
     time.sleep(0.1)
     assert guarded.failure == why
     assert " ".join(name for name, _, _ in recorder.method_calls) == calls
-    warning = f"WARNING: X failed ({why}): the run goes on, recorded in metrics.jsonl"
+    warning = f"WARNING: X failed ({why}); training continues, logged in metrics.jsonl"
     assert said == ([warning] if why and method != "start" else [])

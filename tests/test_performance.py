@@ -79,7 +79,7 @@ def test_the_figures_are_those_of_the_steps_and_the_host_does_not_wait_between_r
             Event.done += 5 * i  # it lags behind
             Event.handed_over += 10
         waits = Event.waits
-        assert measured.metrics() == {
+        assert measured.interval_metrics() == {
             "perf/data_seconds": 1.0,
             "perf/compute_seconds": 3.0,
             "perf/mfu": 0.25,
@@ -129,5 +129,5 @@ def test_steps_to_profile_that_are_none_are_refused() -> None:
         (line,) = mistakes(f"--profile_steps={steps}")
         assert line == f"profile_steps={steps}: name the first and the last step, such as 10:15"
     run = Mock(total_steps=9, config=Mock(profile_steps="10:15"))
-    with pytest.raises(UserError, match="profile_steps=10:15: the run has only 9 steps; name some of them"):
+    with pytest.raises(UserError, match="profile_steps=10:15: the run has only 9 steps; choose among them"):
         performance.start_profiler(run)

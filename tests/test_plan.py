@@ -181,7 +181,6 @@ def test_the_plan_that_is_printed(tmp_path: Path) -> None:
     (row,) = json.loads((tmp_path / "mnist" / "plan.json").read_text())
     assert row["is_fitting"]
     assert row["measured"]["work"]["kernels"] > 100
-    assert (tmp_path / "mnist" / "hours.svg").read_text().startswith("<?xml")
     assert "cheapest that fits" in run.stdout
     assert (
         "--config_file accelerate_configs/single_gpu.yaml --num_processes 1 train.py --task.source=digits" in run.stdout
@@ -195,33 +194,26 @@ def test_without_a_compiler_it_is_one_line(tmp_path: Path) -> None:
     (message,) = run.stderr.splitlines()
     is_served = (sys.platform, platform.machine()) == ("linux", "x86_64")
     reason = "is compiled by gcc, missing here" if is_served else "needs Linux on x86-64"
-    assert f"measured on a null GPU, and the null GPU {reason}: the Dockerfile" in message
+    assert f"measured on a null GPU, but the null GPU {reason}: use the Dockerfile" in message
 
 
 @needs_text
 @needs_null_gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("yaml", "gpus", "length", "recommended"),
-    [("single_gpu", 1, 8192, "single_gpu"), ("fsdp", 4, 16_384, "fsdp_cp"), ("fsdp", 4, 512, "fsdp")],
-)
-def test_what_does_not_fit_is_tried_with_changes_and_shared_sequences(
-    text: str, tmp_path: Path, yaml: str, gpus: int, length: int, recommended: str
-) -> None:
-    """On GPUs of 2.6 GiB, of which CUDA takes 1.5. The longest does not fit with activation checkpointing alone."""
+@pytest.mark.parametrize(("length", "says"), [(8192, "nothing fits: try "), (512, "cheapest that fits: ")])
+def test_what_does_not_fit_says_by_how_much_and_what_to_try(text: str, tmp_path: Path, length: int, says: str) -> None:
+    """On a GPU of 2.6 GiB, of which CUDA takes 1.5."""
     gpu = tmp_path / "small.yaml"
     gpu.write_text(
         "small: {name: Small, capability: '9.0', memory_gib: 2.6, bandwidth_gb_s: 100, tflops: {bf16: 10, fp32: 1},"
         " link_gb_s: 10, network_gb_s: 1}"
     )
-    words = [f"{BIN}/python", "-m", "src.tools.plan", "--gpus", str(gpus), "--yamls", yaml]
+    words = [f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu"]
     words += [f"--gpu={gpu}", f"--output={tmp_path}", "--"]
-    arguments = llama(text, length=length, batch=gpus, intermediate_size=4096)
+    arguments = llama(text, length=length, batch=1, intermediate_size=4096)
     run = run_command([*words, *arguments, *QUIET], tmp_path, PROJECT).succeeded()
-    for says in ("does not fit: ", "with activation checkpointing:\n"):
-        assert (says in run.stdout) == (length > 512)
-    assert f"--config_file accelerate_configs/{recommended}.yaml --num_processes {gpus} " in run.stdout
-    assert ("fsdp_cp" in run.stdout) == (recommended == "fsdp_cp")
+    assert ("does not fit: " in run.stdout) == (length > 512)
+    assert says in run.stdout
 
 
 @needs_text
@@ -279,8 +271,8 @@ def test_a_gpu_that_is_out_of_memory_says_what_would_help(
     (message,) = run.messages
     assert run.exit_code == 2
     assert "Traceback" not in run.stderr
-    assert "out of memory in the step, on a GPU of 1.1 GB, 0.0 of it outside torch: parameters 0.0, " in message
-    assert re.search(r"activations [\d.]+; what helps: --activation_checkpointing=true \(0.\d GB\), ", message)
+    assert "out of memory in the step, on a GPU of 1.1 GB, 0.0 GB outside torch: parameters 0.0, " in message
+    assert re.search(r"activations [\d.]+; what would help: --activation_checkpointing=true \(0.\d GB\), ", message)
     assert helps in message
     assert "python -m src.tools.plan" in message
 
@@ -325,22 +317,17 @@ def test_the_plan_as_a_person_reads_it() -> None:
         memory={"load": (1, 1), "step": (57_130_000_000, 1)}, notes=["varlen attention"],
     )  # fmt: skip
     memory = {"step": (1, 1), "evaluation": (H100.capacity + 12_340_000_000, 1)}
-    reason = "cannot be measured, KeyError: 'x'"
+    reason = "cannot be measured: KeyError: 'x'"
     found = {"ddp": fits, "fsdp": replace(fits, largest=0, memory=memory), "fsdp_grad_op": None, "fsdp_offload": None}
     rows = [Row(setup(yaml, 8, DIGITS), one, "" if one else reason) for yaml, one in found.items()]
-    rows.append(Row(replace(rows[0].setup, change="LoRA"), fits))
     config = load_config(["--compile=false", *DIGITS], TASKS)
     assert [line.rstrip() for line in table(rows, config).splitlines()] == [
         "varlen attention",
         "GPUs yaml   GB micro most   step tok/s/GPU   MFU    time   cost limit",
         "   8  ddp 57.1     1    8 36.000    43,118 31.9% 1:00:00 $31.92 the host",
-        "   8 fsdp 95.8     1    0 36.000    43,118 31.9% 1:00:00 $31.92"
-        " does not fit: 12.3 GB too much in the evaluation",
-        "with LoRA:",
-        "GPUs yaml   GB micro most   step tok/s/GPU   MFU    time   cost limit",
-        "   8  ddp 57.1     1    8 36.000    43,118 31.9% 1:00:00 $31.92 the host",
-        "8 fsdp_grad_op: cannot be measured, KeyError: 'x'",
-        "8 fsdp_offload: cannot be measured, KeyError: 'x'",
+        "   8 fsdp 95.8     1    0 36.000    43,118 31.9% 1:00:00 $31.92 does not fit: 12.3 GB over in the evaluation",
+        "8 fsdp_grad_op: cannot be measured: KeyError: 'x'",
+        "8 fsdp_offload: cannot be measured: KeyError: 'x'",
     ]
     assert recommendation(rows, config).startswith("cheapest that fits: 1:00:00, $31.92, 26.3 GB to spare\n")
     no_price = H100.model_copy(update={"price_usd_hour": None})
@@ -359,8 +346,8 @@ def _unpicklable() -> None:
 @pytest.mark.parametrize(
     ("fails", "says"),
     [
-        (_unpicklable, "cannot be measured, LocalError: no such kernel"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "cannot be measured, its process was killed"),
+        (_unpicklable, "cannot be measured: LocalError: no such kernel"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "cannot be measured: its process was killed"),
         (lambda: refuse(["a mistake", "and another"]), "a mistake and another"),
     ],
 )
@@ -378,9 +365,9 @@ def test_what_cannot_be_measured_is_one_line_beside_the_others(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--gpus 8 0", "--gpus 0: must be within a machine's 8, or a multiple of them"),
-        ("--gpus 12", "--gpus 12: must be within a machine's 8, or a multiple of them"),
-        ("--gpus 1 8 --yamls hsdp", "--yamls hsdp: not for --gpus 1 8"),
+        ("--gpus 8 0", "--gpus 0: must be at most 8 (one machine) or a multiple of it"),
+        ("--gpus 12", "--gpus 12: must be at most 8 (one machine) or a multiple of it"),
+        ("--gpus 1 8 --yamls hsdp", "--yamls hsdp: cannot run on --gpus 1 8"),
     ],
 )
 def test_numbers_of_gpus_that_no_plan_is_for(monkeypatch: pytest.MonkeyPatch, words: str, says: str) -> None:
@@ -411,7 +398,7 @@ main()
 @needs_null_gpu
 def test_a_plan_says_that_reading_is_slow() -> None:
     rows = measured(setup("single_gpu", 1, DIGITS), setup("ddp", 2, DIGITS), program=SLOW)
-    note = "reading the data takes 21 s, for each line below: plan from a sample of them"
+    note = "reading the data takes 21 s for each line below: plan with a sample of it"
     assert [row["measured"]["notes"] for row in rows] == [[], [note]]
 
 

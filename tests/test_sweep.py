@@ -90,7 +90,7 @@ def test_numbers_are_drawn_from_ranges_others_in_each_session(folder: Path, meth
         study = open_study(sweep, Path("runs/drawn"))
         trial = study.ask()
         trial.set_user_attr("folder", "x")
-        drawn += [float(sweep.draw(trial)["optim.lr"])]
+        drawn += [float(sweep.choose(trial)["optim.lr"])]
         study.tell(trial, drawn[-1])
     assert 0.0003 <= min(drawn) < max(drawn) <= 0.03
     assert len(set(drawn)) == 12
@@ -127,7 +127,7 @@ def test_mistakes_of_a_file_get_a_line_each(folder: Path) -> None:
     file = write(folder, parameters=bad, method="genetic", goal=1)
     with pytest.raises(UserError, match=rf"^{file}: .*(\n{file}: .*){{5}}$"):
         read_sweep(file)
-    with pytest.raises(UserError, match="method: random has no end: add --trials=8"):
+    with pytest.raises(UserError, match="method: random never ends by itself: add --trials=8"):
         main([write(folder, method="random", parameters={"optim.lr": {"min": 0.1, "max": 0.9}})])
 
 
@@ -147,7 +147,7 @@ def test_a_sweep_that_is_stopped_or_killed_stops_its_trial_and_goes_on_with_it(
         if number == signal.SIGTERM:
             assert (trial / "saved").exists()
             assert ended.exit_code == 1
-            assert f"stopped by SIGTERM in {trial}; to continue: " in ended.stderr
+            assert f"stopped by SIGTERM in {trial}; to resume: " in ended.stderr
             assert "Traceback" not in ended.stderr
             study = open_study(read_sweep(file), folder / "s")
             (waiting,) = study.get_trials(states=(optuna.trial.TrialState.WAITING,))

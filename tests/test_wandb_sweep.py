@@ -20,7 +20,7 @@ def test_wandbs_agent_starts_the_same_runs(file: Path, tmp_path: Path, monkeypat
     (tmp_path / "data/tinyshakespeare/input.txt").write_text("which the header says how to get")
     monkeypatch.chdir(tmp_path)
     sweep = read_sweep(str(file))
-    settings = sweep.draw(optuna.create_study(sampler=sweep.sampler()).ask())
+    settings = sweep.choose(optuna.create_study(sampler=sweep.sampler()).ask())
     ours = command_of(sweep, settings, Path("runs/s/trial-00"), [])
     content = yaml.safe_load(file.read_text())
     words = create_sweep_command_args({"args": {name: {"value": value} for name, value in settings.items()}})

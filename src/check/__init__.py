@@ -1,8 +1,8 @@
-"""`train.py --check`: prove on the user's own machine that the run is right.
+"""`train.py --check`: verify on the user's own machine that the run is right.
 
 The run's own data path, optimizer step, evaluation and checkpoints are compared with reference.py, which does the same
 by hand. docs/check.md says what each of the seven checks finds. Each process needs memory for an unwrapped copy of the
-model, with its gradients and optimizer state.
+model with its gradients and optimizer state.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,12 +32,12 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
 
 
 def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
-    """Examine the run before its first step, with train.py's own functions. Print the findings and write them to
+    """Check the run before its first step, with train.py's own functions. Print the findings and write them to
     check.json. Return whether all checks passed. Collective."""
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # TF32's 10 bits hide small faults
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # TF32's 10 bits would hide small faults
     config, file = run.config, run.config.folder / "check.json"
     tell = say if run.is_main else lambda *_: None
-    tell(*filter(None, (f"{config.run_name}: examining {run.launch.strategy} x {run.world_size}", run.launch.note)))
+    tell(*filter(None, (f"{config.run_name}: checking {run.launch.strategy} x {run.world_size}", run.launch.note)))
     rows = []
     for row in examine(Subject(run, train_step, evaluate), CHECKS):
         rows.append(row)
@@ -46,14 +46,14 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     if run.is_main:
         config.folder.mkdir(parents=True, exist_ok=True)
         write_json(file, {"passed": not failed, "checks": rows, "config": config.model_dump(mode="json")})
-        say(f"FAILED: {failed[0]}; {file}" if failed else f"all checks passed; {file}")
+        say(f"FAILED: {failed[0]}; see {file}" if failed else f"all checks passed; see {file}")
         say(report_line(config.folder))  # room: report
     return not failed
 
 
 def examine(subject: Subject, names: Iterable[str]) -> Iterator[Row]:
-    """Yield the findings of these checks, in turn, and stop after the first check that fails: later ones would only
-    show its consequences. Collective."""
+    """Yield the findings of these checks in turn. Stop after the first check that fails, as later ones would only show
+    its consequences. Collective."""
     for name in names:
         everywhere = gather([{"check": name} | row for row in CHECKS[name](subject)])
         rows = [*map(worst_process, zip(*everywhere, strict=True))]

@@ -1,5 +1,5 @@
-"""Evaluation and Checkpoint: the run's evaluation agrees with that of a single process over the same examples; and
-after a save and a restore, the run continues identically, to the last bit."""
+"""Evaluation and Checkpoint: check that the run's evaluation agrees with a single process's over the same examples, and
+that the run resumes from a checkpoint bit for bit."""
 
 import math
 import shutil
@@ -27,40 +27,40 @@ from src.training.progress import mean_loss
 from src.training.run import Run
 
 STEPS = 2
-"""Steps to take after the checkpoint: a wrong optimizer state shows in the loss of the second one."""
+"""Steps to take after the checkpoint: a wrong optimizer state shows in the second one's loss."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
-"""What torch says after the name of an operator."""
+"""Torch's message after the name of an operator."""
 
 CHANGED = (
-    "training goes on from something else: evaluate() must end with model.train(), put weights back that it swaps "
-    "(EMA), leave the optimizer's state alone, and draw random numbers from a generator of its own"
+    "evaluation changes the state of training: evaluate() must end with model.train(), restore weights that it swaps "
+    "(EMA), leave the optimizer's state alone, and draw random numbers from its own generator"
 )
 WRONG_MEAN = (
     "a mean of each process's or each batch's mean, examples left out or counted padding: sum and count over all "
-    "examples, or compute it from all of them, gathered in order. Or dropout and the like are on: evaluate() must "
-    "begin with model.eval(). Or the metrics are those of other weights, such as an average of them (EMA)"
+    "examples, or gather all of them in order and compute it from those. Or dropout and the like are on: evaluate() "
+    "must begin with model.eval(). Or the metrics are those of other weights, such as an average of them (EMA)"
 )
 DOCUMENTS_MEET = (
-    "packed documents see each other, or have another place in the sequence than by themselves: positions must start "
-    "anew, and attention stop, where a document ends"
+    "packed documents see each other, or have other positions than by themselves: positions must restart, and "
+    "attention stop, where a document ends"
 )
 FORGOTTEN = (
-    "the checkpoint forgets something: the optimizer's state (the second loss differs, not the first), the random "
+    "the checkpoint lacks something: the optimizer's state (the second loss differs, not the first), the random "
     "numbers or the position in the data"
 )
 
 
 def check_evaluation(subject: Subject) -> Iterator[Row]:
-    """Evaluate with noise on the weights. All processes evaluate all of it by hand, as a model may be collective."""
+    """Evaluate with noise on the weights. Each process evaluates everything by hand, as the model may be collective."""
     run, task, less = subject.run, subject.run.task, evaluating_less(subject)
     subject.perturb()
     run.model.train()
     before = _state(subject)
     evaluation = subject.evaluate(less, subject.stop)
     after = _state(subject)
-    assert evaluation  # as no one asks it to stop
+    assert evaluation  # nothing stops it
     changed = [name for name in before if after[name] != before[name]]
-    yield none_differ("afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
+    yield none_differ("state afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
     model = subject.reference.eval()
     loss, outputs = evaluate_alone(subject.task, model, less.eval_set, EVALUATION_FACTOR, run.device)
     for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
@@ -77,14 +77,18 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
 
 
 def _state(subject: Subject) -> dict[str, Any]:
-    """Return by name what an evaluation must leave unchanged: the mode of each module, the random numbers, and, in
-    place of copies, the norms of this process's weights and optimizer state."""
+    """Return what an evaluation must leave unchanged, by name: each module's mode, the random state and, instead of
+    copies, the norms of this process's weights and optimizer state."""
     states = [value for of in subject.run.optimizers for state in of.state.values() for value in state.values()]
     return {
         "mode": [module.training for module in subject.unwrapped.modules()],
         "weights": norm(map(to_local, subject.run.parameters)),
         "optimizer": norm(map(to_local, states)),
-        "random numbers": {**random_state(subject.run.device), "python": None, "numpy": None},  # imports draw from them
+        "random numbers": {
+            **random_state(subject.run.device),
+            "python": None,
+            "numpy": None,
+        },  # imports draw from those
     }
 
 
@@ -94,10 +98,10 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
     folder = run.config.folder / "tmp_check"
     saved = subject.at(STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False)
     if run.is_main:
-        shutil.rmtree(folder, ignore_errors=True)  # left by an examination that was killed
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier check that was killed
         folder.mkdir(parents=True)
     run.accelerator.wait_for_everyone()
-    # else the order of atomic additions shows; with warn_only=True, that of flash attention's backward pass still would
+    # else results depend on the order of atomic additions; with warn_only=True flash attention's backward still would
     torch.use_deterministic_algorithms(run.device.type != "cpu")
     subject.seed()
     try:
@@ -112,12 +116,12 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
         restored = replace(saved, resume=resume, progress=resume.progress)
         load_checkpoint(restored)
         again = _continue(subject, restored)
-        yield finding("losses and weights after a restart", again, left, again == left, FORGOTTEN)
+        yield finding("losses and weights after resuming", again, left, again == left, FORGOTTEN)
     except RuntimeError as error:
-        operator, says, _ = str(error).partition(NOT_DETERMINISTIC)
-        if not says:
+        operator, found, _ = str(error).partition(NOT_DETERMINISTIC)
+        if not found:
             raise
-        yield finding("not examined", operator, "has no deterministic implementation here", True, "")
+        yield finding("not checked", operator, "has no deterministic implementation here", True, "")
     finally:
         torch.use_deterministic_algorithms(False)
         if run.is_main:
@@ -125,7 +129,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
 
 
 def _continue(subject: Subject, run: Run) -> str:
-    """Take the next steps. Return their losses, and a checksum of this process's weights and optimizer state."""
+    """Take the next steps. Return their losses and a checksum of this process's weights and optimizer state."""
     steps = subject.micro_batches(run.progress.step)
     losses = [str(mean_loss(run.accelerator, subject.step(run, next(steps)))) for _ in range(STEPS)]
     left = checksum(sorted(run_tensors(run.model, run.optimizers).items()))

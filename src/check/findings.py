@@ -1,4 +1,4 @@
-"""What the checks find: errors compared with their bounds, and the line for each."""
+"""Compare errors with their bounds, and turn the findings into lines."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -11,37 +11,37 @@ from torch import Tensor
 from src.tasks.base import Tensors
 
 EXACT = 1e-4
-"""Largest relative error. The order of a sum makes 1e-7 to 1e-5; a distribution fault, 1e-2 to 1."""
+"""Bound for relative errors. The order of a sum causes 1e-7 to 1e-5; a fault in distribution, 1e-2 to 1."""
 FLOOR = 1e-2
-"""Share of the root mean square of all gradients: rounding of the larger ones leaks into those below it."""
+"""Fraction of the root mean square of all gradients: the rounding of large ones leaks into smaller ones."""
 Errors = dict[str, float]
-"""Errors by the names of what was compared."""
+"""Errors by the name of what was compared."""
 Row = dict[str, str]
-"""A line of the terminal, of check.json and of W&B."""
+"""A finding: a line in the terminal and an entry in check.json."""
 
 
 def finding(what: str, measured: str, bound: str, is_right: bool, cause: str) -> Row:
-    """Return a row that passes if `is_right`. `cause` tells what a failure usually means, and what to do about it."""
+    """Return a row that passes if `is_right`. `cause` says what a failure usually means, and how to fix it."""
     result, means = ("pass", "") if is_right else ("FAIL", cause)
     return {"what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
 def none_differ(what: str, differing: Iterable[str], bound: str, cause: str) -> Row:
-    """Return a row that passes if nothing differs, and names the first of what does."""
+    """Return a row that passes if nothing differs, and otherwise names the first three that do."""
     named = [*differing][:3]
     return finding(what, f"differing: {', '.join(named) or 'none'}", bound, not named, cause)
 
 
 def worst(what: str, errors: Errors, bound: float, cause: str) -> Row:
-    """Return a row that compares the largest of the errors with their bound."""
+    """Return a row that compares the largest error with the bound."""
     index = int(np.argmax([*errors.values()]))  # NaN counts as the largest
     name, error = [*errors.items()][index]
     return finding(what, f"{error:.1e} ({name})", f"{bound:.2g}", error <= bound, cause)
 
 
 def worst_process(rows: tuple[Row, ...]) -> Row:
-    """Return the row of the first process that failed, or of process 0 if none did. Name the processes that failed,
-    unless all did."""
+    """Return the row of the first process that failed, or of process 0 if none did. Unless all failed, name those that
+    did."""
     failed = [rank for rank, row in enumerate(rows) if row["means"]]
     row = rows[failed[0] if failed else 0]
     if 0 < len(failed) < len(rows):
@@ -50,31 +50,31 @@ def worst_process(rows: tuple[Row, ...]) -> Row:
 
 
 def lines(row: Row) -> Iterator[str]:
-    """Yield the line for a row and, if it failed, a line that says what that means."""
+    """Yield a row as a line and, if it failed, another line with its likely causes."""
     yield f"{row['result']}  {row['check']:10}  {row['what']}: {row['measured']}  [{row['bound']}]"
     if row["means"]:
         yield f"      -> {row['means']}"
 
 
 def gather(value: Any) -> list[Any]:
-    """Return each process's value, in the order of their ranks, on all of them. Collective."""
+    """Return the values of all processes, by rank, on every process. Collective."""
     return gather_object([value])
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """Return the L2 norm over all of them."""
-    # torch's norm of a million values is off by 5e-5 on a CPU, but its sum adds in pairs
+    """Return the L2 norm over all tensors."""
+    # torch's norm of a million values is off by 5e-5 on a CPU, but its sum is pairwise
     return math.sqrt(sum(tensor.float().square().sum().item() for tensor in tensors))
 
 
 def relative_error(found: float, expected: float) -> float:
-    """Return the relative error; the absolute one if 0 was expected."""
+    """Return the relative error, or the absolute one if 0 was expected."""
     return abs(found - expected) / (abs(expected) or 1.0)
 
 
 def relative_errors(found: Tensors, expected: Tensors, where: str) -> Errors:
-    """Return each tensor's relative error by its name and `where`: the L2 norm of the difference, as a share of the
-    expected norm. A tensor that is not in `found` counts as zeros."""
+    """Return each tensor's relative error by its name and `where`: the L2 norm of the difference over that of the
+    expected tensor. Tensors that are missing in `found` count as zeros."""
     num_values = sum(tensor.numel() for tensor in expected.values())
     floor = FLOOR * norm(expected.values()) / math.sqrt(num_values) + 1e-30
     errors = {}

@@ -1,16 +1,16 @@
-"""Data-parallel training by hand, for any task: what DDP does, one step at a time.
+"""Train data-parallel by hand, for any task: what DDP does, one step at a time.
 
     torchrun --standalone --nproc-per-node=2 -m src.check.reference --config=configs/mnist.yaml [--key.sub=value]...
 
-`train.py --check` compares the run with this second implementation, which has no Accelerator, DDP or FSDP, and no
-accumulation, mixed precision or checkpoints. docs/learn/2-data-parallelism.md explains each collective.
+`train.py --check` compares the run with this second implementation, which does without Accelerator, DDP, FSDP, gradient
+accumulation, mixed precision and checkpoints. docs/learn/2-data-parallelism.md explains each collective.
 
-Every process has the whole model and computes the gradients of its share of each batch. A `broadcast` of the weights at
-the start, and in each step an `all_reduce` of two numbers (the loss and the number of its targets, which it is divided
-by) and of each gradient keep them one model. DDP computes the same, but faster: it reduces buckets of 25 MB, and starts
-on each while the backward pass goes on.
+Every process holds the whole model and computes the gradients of its shard of each batch. To keep the replicas equal,
+weights are `broadcast` at the start, and each step does an `all_reduce` of the loss, of the number of its targets (the
+divisor) and of each gradient. DDP computes the same, but faster: it reduces buckets of 25 MB while the backward pass is
+still running.
 
-Sources: https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html, and Li et al. 2020 for what DDP does,
+Sources: https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html and, for what DDP does, Li et al. 2020,
 https://arxiv.org/abs/2006.15704.
 """
 
@@ -30,16 +30,16 @@ from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tasks.base import Examples, Task, TaskState
 from src.tasks.task_checks import require_sum
-from src.training.batches import fetch
+from src.training.batches import fetch_batch
 from src.training.gradients import float64_zeros
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model
 
 
 def own_indices(config: Config, dataset: Examples, first: int, rank: int, world_size: int) -> Iterator[list[int]]:
-    """Yield the indices of this process's examples in each step after the first `first` ones, without end: every
-    world_size-th of the global batch, from its own rank on; at an epoch's end there can be none. torch's
-    DistributedSampler deals in the same way, if `set_epoch` tells it the epoch."""
+    """Yield the indices of this process's examples in each step after step `first`, forever: every world_size-th of the
+    global batch, starting at its rank; at an epoch's end there may be none. torch's DistributedSampler deals in the
+    same way if `set_epoch` is called."""
     size = config.global_batch_size
     first_epoch, done = divmod(first, config.steps_per_epoch(len(dataset)))
     for epoch in count(first_epoch):
@@ -50,14 +50,14 @@ def own_indices(config: Config, dataset: Examples, first: int, rank: int, world_
         done = 0
 
 
-def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
+def accumulate_gradients(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tensor, Tensor]:
     """Add the gradients of this process's summed loss to those of `model`.
 
     Returns:
         The sum of the loss and the number of its targets, float64, shape ().
 
     Raises:
-        UserError: Task.loss returned something else than a sum.
+        UserError: Task.loss did not return a sum.
     """
     device = next(model.parameters()).device
     loss_sum, num_targets = float64_zeros((), device), float64_zeros((), device)
@@ -72,7 +72,7 @@ def backward(task: Task, model: nn.Module, batches: Iterable[Any]) -> tuple[Tens
 
 
 def average_gradients(model: nn.Module, num_targets: Tensor) -> None:
-    """Turn each process's gradients into those of the mean loss over the targets of the whole batch."""
+    """Turn each process's gradients into those of the mean loss over all targets of the global batch."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:  # this process had no example left
@@ -89,7 +89,7 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 
 def main(argv: list[str]) -> None:
-    """Train, and print each step's loss."""
+    """Train, and print the loss of each step."""
     config = load_config(argv, TASKS)
     dist.init_process_group()  # NCCL for tensors on GPUs, gloo for others
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -103,11 +103,11 @@ def main(argv: list[str]) -> None:
     train_set, _ = task.build_datasets()
     if rank == 0:
         dist.barrier()
-    model = new_model(config)[0].to(device)  # seeded alike on all processes
+    model = new_model(config)[0].to(device)  # with the same seed on all processes
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
     optimizers = build_optimizers(config.optim, model)
-    set_seed((config.seed + rank) % 2**32)  # dropout of its own on each
+    set_seed((config.seed + rank) % 2**32)  # so that dropout differs between processes
 
     steps_per_epoch = config.steps_per_epoch(len(train_set))
     total_steps, schedule_steps = config.total_steps(len(train_set)), config.schedule_steps(len(train_set))
@@ -116,8 +116,8 @@ def main(argv: list[str]) -> None:
         epoch, done = divmod(step, steps_per_epoch)
         if done == 0:
             epoch_set = task.augmented(train_set, [config.seed, epoch, 1])
-        batches = [fetch(task, epoch_set, indices)] if indices else []
-        loss_sum, num_targets = map(all_reduce, backward(task, model, batches))
+        batches = [fetch_batch(task, epoch_set, indices)] if indices else []
+        loss_sum, num_targets = map(all_reduce, accumulate_gradients(task, model, batches))
         average_gradients(model, num_targets)
         if config.optim.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)

@@ -1,5 +1,5 @@
-"""Launch, Data and Same start, the checks before the first step: what runs is what the accelerate yaml asks for, each
-example is read once, and all processes have the weights that a single process would begin with."""
+"""Launch, Data and Same start: check before the first step that the accelerate yaml was applied, that each example is
+read once, and that all processes start with the weights that a single process would have."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,53 +21,53 @@ from src.check.reference import own_indices
 from src.check.subject import Subject, checksum, named_tensors, whole
 from src.config.environment import LaunchEnvironment
 from src.distributed.accelerator import sharded_units
-from src.training.batches import EVALUATION_FACTOR, MicroBatch, evaluation_batches, fetch, training_steps
+from src.training.batches import EVALUATION_FACTOR, MicroBatch, evaluation_batches, fetch_batch, training_steps
 from src.training.run import Run
 
 MOST_BATCHES = 50
-"""Most batches to evaluate, as every process goes through all of their examples."""
+"""Most batches to evaluate: every process evaluates all of their examples by hand."""
 IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
-"""Settings of a parameter group that don't change the result, or, like the learning rate, are checked by themselves."""
+"""Settings of a parameter group that don't change the result, and the learning rate, which has a check of its own."""
 
 NOT_APPLIED = (
-    "what the yaml asks for was not applied, or each process trains a model of its own: look for keys that Accelerate "
-    "ignores, variables ACCELERATE_* in the environment, and a model that was not passed through prepare(). "
-    "Where FSDP shards the root alone, name the repeating blocks in the model's _no_split_modules"
+    "the yaml was not applied, or each process trains a model of its own: look for keys that Accelerate ignores, "
+    "ACCELERATE_* variables in the environment, and a model that was not passed through prepare(). If FSDP shards the "
+    "root alone, list the classes of the repeating blocks in the model's _no_split_modules"
 )
-OTHER_DATA = "build_datasets makes other data on each process: unseeded, or in the order of os.listdir or a set"
+OTHER_DATA = "build_datasets makes other data on each process: it is unseeded, or ordered by os.listdir or a set"
 OTHER_ORDER = (
-    "a step sees other examples than on one process: the sampler knows neither rank nor number of processes, the last "
-    "batch is dropped, or padding counts. Deal each global batch out, in turn, from one order that all draw alike"
+    "a step sees other examples than on one process: the sampler ignores rank and number of processes, the last batch "
+    "is dropped, or padding is counted. Deal each global batch out in turn, from an order that all processes share"
 )
 OTHER_RESUME = (
-    "a run that was killed goes on with examples that it has seen in this epoch, or leaves some out: it must begin "
-    "where the checkpoint's step says"
+    "a run that was killed resumes with examples that it has seen in this epoch, or skips some: it must start at the "
+    "checkpoint's step"
 )
 OTHER_EPOCHS = (
     "set_epoch was forgotten: the order doesn't depend on the epoch, and an earlier one comes again. Or an "
-    "augmentation depends on the process, not on the epoch, or on random numbers of its own: draw it from the seed "
-    "that Task.augmented is given and from the example's index"
+    "augmentation depends on the process, not on the epoch, or on unseeded random numbers: draw it from the seed "
+    "passed to Task.augmented and from the example's index"
 )
 OTHER_EVALUATION = (
-    "examples are left out or counted twice, as padding, or a process has fewer batches than others, which wait for "
-    "it: without an example left, it has to compute on a dummy batch of weight 0"
+    "examples are left out or counted twice, as padding, or a process has fewer batches than others, which then hang: "
+    "without an example left, it has to compute on a dummy batch of weight 0"
 )
 OTHER_WEIGHTS = (
-    "processes built different models: seed all alike before build_model (src/training/run.py), draw from nothing "
-    "there that set_seed doesn't seed, and only after it seed each in its own way, for dropout"
+    "processes built different models: seed all alike before build_model (src/training/run.py), use only random "
+    "numbers that set_seed seeds, and seed each process differently (for dropout) only afterwards"
 )
 OTHER_SETTINGS = (
-    "a setting of optim is ignored, or a parameter is in no group or a wrong one: biases, norms and other vectors must "
-    "not decay, and Muon is for matrices except those of embeddings and the last layer"
+    "a setting of optim is ignored, or a parameter is in no group or in the wrong one: biases, norms and other vectors "
+    "must not decay, and Muon is for matrices except those of embeddings and the last layer"
 )
 SAME_DROPOUT = (
-    "dropout drops the same units on every process, so that a global batch has less variety than on one: add the "
-    "process's rank to the seed once the model is built"
+    "dropout drops the same units on every process, so a global batch is less varied than on one process: add the "
+    "rank to the seed once the model is built"
 )
 
 
 def check_launch(subject: Subject) -> Iterator[Row]:
-    """Examine the processes and the model themselves, not what the launcher or Accelerate says about them."""
+    """Look at the processes and the model themselves, not at what the launcher or Accelerate says about them."""
     run, asked = subject.run, LaunchEnvironment()
     wanted = "DDP" if asked.world_size > 1 else "one process"
     if asked.fsdp:
@@ -81,9 +81,8 @@ def check_launch(subject: Subject) -> Iterator[Row]:
 
 
 def reading_indices(run: Run) -> Run:
-    """Return the run with its own order of the data, but with indices in place of examples: what is read then shows
-    which examples were asked for."""
-
+    """Return the run with its own order of the data, but indices instead of examples: its batches then show which
+    examples are read."""
     task = SimpleNamespace(
         order=lambda _, *drawn: run.task.order(run.train_set, *drawn),
         augmented=lambda train, _: train,
@@ -95,8 +94,8 @@ def reading_indices(run: Run) -> Run:
 
 
 def evaluating_less(subject: Subject) -> Run:
-    """Return the run with a shortened evaluation set and the smallest batches. The last batch is a single example, so
-    that all processes but one compute on a dummy."""
+    """Return the run with a shorter evaluation set and the smallest batches. The last batch is a single example, so all
+    processes but one compute on a dummy."""
     size = EVALUATION_FACTOR * subject.run.data_size
     most = min(len(subject.run.eval_set), MOST_BATCHES * size)
     dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
@@ -104,10 +103,10 @@ def evaluating_less(subject: Subject) -> Run:
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
-    """Follow the run's own path to the data, from the sampler to the batches, data workers included."""
+    """Follow the run's own data path, from the sampler to the batches, including workers."""
     run, per_epoch = subject.run, subject.run.steps_per_epoch
     set_seed(run.config.seed)
-    some = [fetch(subject.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
+    some = [fetch_batch(subject.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
     yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0], OTHER_DATA)
     indexed = reading_indices(run)
@@ -129,15 +128,15 @@ def check_data(subject: Subject) -> Iterator[Row]:
 
 
 def _by_hand(run: Run, first: int) -> Iterator[list[int]]:
-    """Work out by hand which indices this process should read in each step after the first `first`, without end."""
+    """Work out by hand which indices this process should read in each step after step `first`, forever."""
     return own_indices(run.config, run.train_set, first, run.data_rank, run.data_size)
 
 
 def _as_by_hand(run: Run, what: str, steps: Iterable[list[MicroBatch]], expected: list[list[int]], cause: str) -> Row:
-    """Compare the indices that this process reads in each step with those that it should, and count those of all
+    """Compare the indices that this process reads in each step with the expected ones, and count those of all
     processes. Collective."""
     found = [[index for batch in step if batch.weight for index in batch.data] for step in steps]
-    # once, of processes that share sequences
+    # count processes that share sequences once
     read, due = (Counter(tree_leaves(gather(steps)[:: run.cp_size])) for steps in (found, expected))
     measured = f"{read.total():,} read, {(due - read).total():,} left out, {(read - due).total():,} too often"
     return finding(what, measured, "as on one process, in this order", found == expected, cause)
@@ -148,7 +147,7 @@ def _drawn(run: Run, epoch: int) -> list[Any]:
     augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
     own = next(_by_hand(run, epoch * run.steps_per_epoch))
     micro_batches = BatchSampler(own, run.config.forward_batch_size(run.data_size), drop_last=False)
-    return [fetch(run.task, augmented, indices) for indices in micro_batches]
+    return [fetch_batch(run.task, augmented, indices) for indices in micro_batches]
 
 
 def spread(dataset: Any, most: int) -> list[int]:

@@ -1,5 +1,5 @@
 """Steps and Cost: compare the run's gradients, loss, norm, learning rate and updates with those computed by hand, and
-count how often the processes communicate in a step."""
+count the collectives of a step."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from src.check.findings import (
     relative_errors,
     worst,
 )
-from src.check.reference import all_reduce, average_gradients, backward
+from src.check.reference import accumulate_gradients, all_reduce, average_gradients
 from src.check.subject import Subject, checksum, named_tensors, whole
 from src.tasks.base import Tensors
 from src.training.batches import MicroBatch
@@ -28,18 +28,18 @@ from src.training.optim import lr_at
 from src.training.progress import mean_loss
 
 REORDERED = 1e-3
-"""Largest relative error if the forward pass rounds differently too, as in batches of another size or compiled. A ReLU
-that flips, or another maximum in a pool, makes 1e-4."""
+"""Bound for relative errors if the forward pass rounds differently too, as with another batch size or compiled. A ReLU
+that flips, or another maximum in a pool, causes 1e-4."""
 COMPRESSED = 2.0**-7
-"""Largest relative error if DDP rounds gradients to half precision before it reduces them."""
+"""Bound for relative errors if DDP rounds gradients to half precision before reducing them."""
 UPDATE = 1e-3
-"""Largest error of an update, as a share of the update plus 1e-4 of its weight, which is rounded to 1e-7 of itself."""
+"""Bound for the error of an update, relative to the update plus 1e-4 of its weight, which is rounded by 1e-7."""
 MUON_UPDATE = 0.5
-"""Muon iterates in bf16: the order of a sum, which sharding changes, changes a matrix's update by up to 0.16."""
+"""Muon iterates in bf16: sharding changes the order of sums, and with it a matrix's update by up to 0.16."""
 LEARNING_RATE = 1e-9
-"""Largest error of a learning rate, as a share of the peak: in a long schedule, neighbouring steps differ by little."""
+"""Bound for the error of a learning rate, relative to the peak: in long schedules, consecutive steps hardly differ."""
 TINY = 2.0**-100
-"""A factor that makes learning rates too small to move any weight; as a power of two, it scales them exactly."""
+"""A factor that makes learning rates too small to change any weight; as a power of two it scales exactly."""
 
 CAUSES = {
     "gradients": "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean "
@@ -48,29 +48,29 @@ CAUSES = {
     "step 2, whose micro-batches have another size: Task.loss returns a mean in place of the sum over its targets, or "
     "of other targets than Task.count counts, or an example's loss depends on those beside it",
     "loss": "sums, counts or means, as for gradients",
-    "norm": "the norm is one process's, not finite, or was taken before the gradients were scaled: clipping goes by it",
+    "norm": "the norm is one process's, non-finite, or was taken before the gradients were scaled: clipping goes by it",
     "updates": "the optimizer did something else with the gradients than its copy on one process, or nothing: another "
-    "learning rate or weight decay, gradients changed after they were clipped",
-    "learning rate": "the schedule is ahead of the steps, or of another form or length: a prepared scheduler steps "
-    "once per process; set the rate from the step, over as many steps as the optimizer takes",
-    "replicas": "the processes train different models by now: they started apart, a gradient is not reduced, or a "
-    "buffer follows each process's own examples. Use torch.nn.SyncBatchNorm for BatchNorm, or better a norm that looks "
-    "at one example",
+    "learning rate or weight decay, or gradients that changed after clipping",
+    "learning rate": "the schedule is ahead of the steps, or has another form or length: a prepared scheduler steps "
+    "once per process; compute the rate from the optimizer's step",
+    "replicas": "the processes' models have diverged: they started apart, a gradient is not reduced, or a buffer "
+    "depends on each process's own examples. Use torch.nn.SyncBatchNorm for BatchNorm or, better, a norm over single "
+    "examples",
     "collectives": "gradients are reduced after each micro-batch: DDP has to reduce them after the last one only "
-    "(no_sync before). It changes no result, but is slow",
+    "(no_sync before). The result is right, but it is slow",
 }
 
 
 def check_steps(subject: Subject) -> Iterator[Row]:
-    """Take the first step of an epoch, the second one in micro-batches of another size, and the last, ragged one.
+    """Take an epoch's first step, its second one in micro-batches of another size, and its last, ragged one.
 
     Before each step, the reference gets the run's weights. It computes its own gradients, but updates with the run's:
-    so a fault shows either in the gradients or in the updates.
+    a fault then shows either in the gradients or in the updates.
     """
     run, config = subject.run, subject.run.config
     own, optim = config.forward_batch_size(run.data_size), config.optim
     update_bound = MUON_UPDATE if optim.name == "muon" and run.accelerator.is_fsdp2 else UPDATE
-    errors: dict[tuple[str, float], Errors] = defaultdict(dict)  # by what is compared, and the bound
+    errors: dict[tuple[str, float], Errors] = defaultdict(dict)  # by what is compared and its bound
     found: Tensors = {}
 
     def capture(*_: Any) -> None:
@@ -84,13 +84,13 @@ def check_steps(subject: Subject) -> Iterator[Row]:
         exact = REORDERED if is_reordered else EXACT
         bound = COMPRESSED if run.launch.comm_hook else exact
         for model in (run.model, subject.reference):
-            model.train(not is_reordered and run.cp_size == 1)  # they would draw other numbers for dropout
+            model.train(not is_reordered and run.cp_size == 1)  # dropout would differ
         subject.copy_to_reference()
         expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step, task=subject.task)))
         expected_norm = norm(expected.values())
-        # at the schedule's peak, an update stands out from the weights' rounding
+        # at the peak learning rate, updates are far above the weights' rounding
         changes: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0}
-        if optim.max_grad_norm is not None:  # one step's norm is below the limit, which must leave it alone
+        if optim.max_grad_norm is not None:  # the first step's norm is below the limit and must be left alone
             limit = changes["max_grad_norm"] = expected_norm * (2.0 if step == 0 else 0.5)
             clip = min(1.0, limit / (expected_norm + 1e-6))
             expected = {name: gradient * clip for name, gradient in expected.items()}
@@ -110,8 +110,8 @@ def check_steps(subject: Subject) -> Iterator[Row]:
 
 
 def check_cost(subject: Subject) -> Iterator[Row]:
-    """Take a step of one micro-batch and a step of two, in which DDP must not communicate more often, and FSDP at most
-    twice as often. A micro-batch is a single example, so that each process has two of them."""
+    """Take a step of one micro-batch and a step of two. In the second, DDP must not communicate more, and FSDP at most
+    twice as often. Micro-batches are single examples, so that each process has two of them."""
     subject.run.model.eval()  # BatchNorm needs several examples
     micro_batches = next(subject.micro_batches(0, micro_batch_size=1))
     with Collectives() as one:
@@ -124,9 +124,9 @@ def check_cost(subject: Subject) -> Iterator[Row]:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives that this process calls while it is entered, those of DDP and FSDP too.
+    """A context that counts this process's collectives, those of DDP and FSDP included.
 
-    So does torch's CommDebugMode, but a module that changes its input in place, as a ReLU can, fails under its hooks.
+    Torch's CommDebugMode does so too, but its hooks fail on modules that change their input in place, as a ReLU can.
     """
 
     def __init__(self) -> None:
@@ -141,11 +141,11 @@ class Collectives(TorchDispatchMode):
 
 
 def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[Tensors, float]:
-    """Return a step's gradients, by name, and its loss. Collective."""
+    """Return a step's gradients by name, and its loss. Collective."""
     subject.seed()
     model, task = subject.reference, subject.task
-    sums = backward(task, model, [batch.data for batch in micro_batches if batch.weight])
-    for batch in micro_batches:  # a model may have collectives (SyncBatchNorm): all need as many forward passes
+    sums = accumulate_gradients(task, model, [batch.data for batch in micro_batches if batch.weight])
+    for batch in micro_batches:  # with collectives in the model (SyncBatchNorm), all need equally many forward passes
         if not batch.weight:
             (task.loss(model, batch.data) * 0).backward()
     loss_sum, num_targets = map(all_reduce, sums)
@@ -156,8 +156,8 @@ def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tup
 
 
 def _update_errors(subject: Subject, gradients: Tensors, where: str) -> Errors:
-    """Update the reference with the run's gradients. Return by name how far the run's weights then are from its own, as
-    a share of how far these have moved."""
+    """Update the reference with the run's gradients. Return by name the distance between the run's weights and the
+    reference's, relative to how far the latter have moved."""
     reference, before, errors = dict(subject.reference.named_parameters()), {}, {}
     for name, parameter in reference.items():
         before[name] = parameter.detach().clone()
@@ -173,8 +173,8 @@ def _update_errors(subject: Subject, gradients: Tensors, where: str) -> Errors:
 
 
 def _rate_errors(subject: Subject) -> Errors:
-    """Take steps of one example at the edges of the run and of its first epochs, and halfway. Return the errors of
-    their learning rates, as shares of the peak."""
+    """Take steps of one example at the ends of the run and of its first epochs, and halfway. Return the errors of their
+    learning rates, relative to the peak."""
     run, per_epoch, errors = subject.run, subject.run.steps_per_epoch, {}
     optim = run.config.optim.model_copy(update={"lr": TINY * run.config.optim.lr})
     total, length = run.total_steps, run.config.schedule_steps(len(run.train_set))
@@ -189,7 +189,7 @@ def _rate_errors(subject: Subject) -> Errors:
 
 
 def _replicas(subject: Subject) -> Row:
-    """Compare what is not sharded with that of process 0, except buffers that DDP sends to all before each forward
+    """Compare the unsharded tensors with those of process 0, except buffers that DDP broadcasts before each forward
     pass."""
     is_broadcast = getattr(subject.run.model, "broadcast_buffers", False)
     held = dict(subject.unwrapped.named_parameters()) if is_broadcast else named_tensors(subject.unwrapped)
@@ -202,6 +202,6 @@ def _replicas(subject: Subject) -> Row:
 def _other_size(subject: Subject) -> int:
     """Return the possible micro-batch size nearest to the run's own, or its own if there is no other."""
     config, data_size = subject.run.config, subject.run.data_size
-    share, own = config.global_batch_size // data_size, config.forward_batch_size(data_size)
-    others = [size for size in range(1, share + 1) if share % size == 0 and size != own]
+    shard, own = config.global_batch_size // data_size, config.forward_batch_size(data_size)
+    others = [size for size in range(1, shard + 1) if shard % size == 0 and size != own]
     return min(others, key=lambda size: abs(size - own), default=own)

@@ -1,4 +1,4 @@
-"""The subject of the checks: the run, and the copy of its model that it is compared with."""
+"""The subject of the checks: the run, and the reference that it is compared with."""
 
 import hashlib
 from collections.abc import Callable
@@ -25,8 +25,8 @@ Evaluate = Callable[[Run, StopSignal], Evaluation | None]
 
 @dataclass
 class Subject:
-    """The run before its first step, and the reference: on each process an unwrapped copy of its model with optimizers
-    of its own."""
+    """The run before its first step, and the reference: on each process an unwrapped copy of its model with its own
+    optimizers."""
 
     run: Run
     train_step: TrainStep
@@ -35,17 +35,17 @@ class Subject:
     def __post_init__(self) -> None:
         run = self.run
         self.rng_checksum = checksum(torch.get_rng_state())
-        """Checksum of the generator as train.py left it: equal if the same numbers are drawn next."""
+        """Checksum of the random state as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
         self.task = run.task.begin(replace(run.task.state, cp=ALONE, notes=[]))
-        """The reference's task, which has whole examples where the run splits them."""
+        """The reference's task, with whole examples where the run splits them."""
         config = self.at(0, task=self.task).config
         self.reference = new_model(config)[0].to(run.device).train()
         self.reference_optimizers = build_optimizers(config.optim, self.reference)
 
     @property
     def unwrapped(self) -> nn.Module:
-        """Return the run's model without its wrapper; under FSDP it still holds shards."""
+        """Return the run's model without its wrapper; under FSDP it is still sharded."""
         return self.run.accelerator.unwrap_model(self.run.model)
 
     def at(self, step: int, **settings: Any) -> Run:
@@ -53,29 +53,29 @@ class Subject:
         return replace(self.run, progress=Progress(step=step), config=self.run.config.model_copy(update=settings))
 
     def micro_batches(self, first: int, **settings: Any) -> Steps:
-        """Yield this process's micro-batches for each step from `first` on, without end."""
+        """Yield this process's micro-batches for each step after step `first`, forever."""
         return training_steps(self.at(first, **settings), first, 10**12)
 
     def step(self, run: Run, micro_batches: list[MicroBatch]) -> StepResult:
-        """Take the run's own step."""
+        """Take a step with the run's own train_step."""
         _, counts = next(CountedSteps(iter([micro_batches]), self.stop))
         return self.train_step(run, micro_batches, counts)
 
     def seed(self) -> None:
-        """Seed this process's random numbers: the same at each call, different on each process."""
+        """Seed the random numbers: the same in each call, different on each process."""
         set_seed((self.run.config.seed + self.run.rank) % 2**32)
 
     def copy_to_reference(self) -> None:
-        """Give the reference the run's weights and buffers. Collective."""
+        """Copy the run's weights and buffers to the reference. Collective."""
         ours = named_tensors(self.reference)
         for name, tensor in named_tensors(self.unwrapped).items():
             ours[name].data = whole(tensor, self.run.device).clone()
 
     @torch.no_grad()
     def perturb(self) -> None:
-        """Add noise of twice their size to the run's trained weights, and copy them to the reference. (To a fresh model
-        all examples look alike, so that any way to average their losses would pass.) Collective."""
-        generator = torch.Generator().manual_seed(0)  # replicas get the same noise
+        """Add noise of twice their size to the run's trained weights, and copy them to the reference. (A fresh model's
+        losses are all alike, so any way to average them would pass.) Collective."""
+        generator = torch.Generator().manual_seed(0)  # the same noise on all replicas
         for parameter in self.run.parameters:
             if parameter.requires_grad:
                 own = to_local(parameter)
@@ -85,22 +85,22 @@ class Subject:
 
 
 def named_tensors(model: nn.Module) -> Tensors:
-    """Return the parameters, tied ones once, and the buffers, by name."""
+    """Return the parameters (tied ones once) and buffers by name."""
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 @torch.no_grad()
 def whole(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the whole tensor on `device`. Collective if it is sharded."""
-    tensor = tensor.to(device)  # offloaded shards are on the CPU, where NCCL cannot gather
+    tensor = tensor.to(device)  # offloaded shards are on the CPU, where NCCL can't gather
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def checksum(tree: Any) -> str:
-    """Return a checksum of the tensors in the tree: equal only if they are, to the last bit."""
+    """Return a checksum of the tensors in a tree, which is equal only if they are bitwise equal."""
     digest = hashlib.sha256()
     for tensor in tree_leaves(tree):
-        if isinstance(tensor, Tensor):  # a copy, as FSDP can't free the memory of what has been a numpy array
+        if isinstance(tensor, Tensor):  # copy, as FSDP can't free the memory behind a numpy array
             copied = to_local(tensor).detach().to("cpu", copy=True)
             digest.update(copied.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]

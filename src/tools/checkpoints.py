@@ -1,8 +1,8 @@
 """Inspect and export checkpoints: python -m src.tools.checkpoints list|verify|export PATH...
 
-`list` shows what is there, `verify` also compares the checksums, `export` writes the model as a run would export it, on
-one CPU. PATH is a checkpoint (step_...), or a run's output folder: all of its checkpoints, for `export` the
-newest. The exit code is 1 if one is damaged.
+`list` shows each checkpoint, `verify` also compares checksums, `export` writes the model as a run would, on one CPU.
+PATH is a checkpoint (step_...) or a run's output folder, which stands for all its checkpoints; `export` takes the
+newest. The exit code is 1 if a checkpoint is damaged.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from src.config.errors import UserError
 from src.distributed.process import exit_codes
 
 
-def show(path: Path, contents: bool) -> bool:
+def print_line(path: Path, contents: bool) -> bool:
     """Print a line about a checkpoint. Return whether its files have the right sizes and, if `contents`, checksums."""
     if wrong := "; ".join(problems(path, contents)):
         print(f"{path}  DAMAGED: {wrong}")
@@ -35,17 +35,17 @@ def show(path: Path, contents: bool) -> bool:
 
 
 def evaluation_of(checkpoint: Path) -> dict[str, float]:
-    """Return the results of the evaluation after its step, by name; empty if there was none."""
+    """Return the metrics of the evaluation at this checkpoint; empty if there was none."""
     progress = read_state(checkpoint).progress
     return progress.evaluations.get(progress.step, {})
 
 
-def export(path: Path, folder: Path) -> None:
+def export_checkpoint(path: Path, folder: Path) -> None:
     """Write the model of a checkpoint as a run would export it, on one CPU. Raise a UserError if the checkpoint is
-    damaged, or the folder exists."""
+    damaged or the folder exists."""
     require_whole(path)
     if folder.exists():
-        raise UserError(f"{folder}: exists already; name another folder")
+        raise UserError(f"{folder}: already exists; choose another folder")
     config = config_of(path)
     model = load_trained_model(path, config)
     with replacing(folder) as unfinished:
@@ -55,26 +55,26 @@ def export(path: Path, folder: Path) -> None:
 
 
 def find(source: Path) -> list[Path]:
-    """Return the checkpoints of a PATH, the newest first. Raise a UserError if there are none."""
+    """Return the checkpoints at a PATH, the newest first. Raise a UserError if there are none."""
     found = list_checkpoints(source / "checkpoints") or list_checkpoints(source)
     if not found and not is_checkpoint_folder(source):
-        raise UserError(f"{source}: neither a checkpoint nor a folder with any")
+        raise UserError(f"{source}: neither a checkpoint nor a folder with checkpoints")
     return found or [source]
 
 
 def main(argv: list[str]) -> int:
-    """Run the command that the arguments name. Return 1 if a checkpoint is damaged."""
+    """Run the command. Return 1 if a checkpoint is damaged, otherwise 0."""
     parser = argparse.ArgumentParser("python -m src.tools.checkpoints", description=__doc__)
     parser.add_argument("command", choices=["list", "verify", "export"])
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
-    parser.add_argument("--output", type=Path, help="folder that `export` writes; default: model_step_... in the run's")
+    parser.add_argument("--output", type=Path, help="folder for `export`; default: model_step_... in the run's")
     options = parser.parse_args(argv)
     checkpoints = [path for source in options.paths for path in find(source)]
     if options.command == "export":
         newest = checkpoints[0]
-        export(newest, options.output or newest.parent.parent / f"model_{newest.name}")
+        export_checkpoint(newest, options.output or newest.parent.parent / f"model_{newest.name}")
         return 0
-    are_whole = [show(path, options.command == "verify") for path in checkpoints]
+    are_whole = [print_line(path, options.command == "verify") for path in checkpoints]
     return 0 if all(are_whole) else 1
 
 

@@ -1,7 +1,7 @@
 """Evaluate a trained model as its training did: print the metrics, and write the prediction for each example.
 
-To evaluate on other data, give the task's settings: --task.dataset=other.tsv uses all of it, unless it has an
-evaluation split. The model computes in fp32, on a GPU if there is one. To compute in bf16, as it was trained:
+To evaluate on other data, pass settings of the task: --task.dataset=other.tsv evaluates on all of it, or on its
+evaluation split. The model computes in fp32, on a GPU if there is one. To compute in bf16, as in training:
 accelerate launch --mixed_precision bf16 -m src.tools.evaluate
 """
 
@@ -24,21 +24,21 @@ from src.distributed.process import exit_codes
 from src.training.evaluation import evaluate_alone, metrics_of
 
 MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
-"""Settings of tasks, and groups of them, that would make another model."""
+"""Settings of tasks, and groups of settings, that would change the model."""
 
 
 def main(argv: list[str]) -> None:
-    """Evaluate the model, as the arguments ask for."""
+    """Evaluate the model that the arguments name."""
     parser = argparse.ArgumentParser("python -m src.tools.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("source", help="a run's output folder, its model, or a checkpoint")
-    parser.add_argument("--output", type=Path, help="FILE.parquet to write; predictions.parquet beside the model")
+    parser.add_argument("--output", type=Path, help="default: predictions.parquet beside the model")
     options, settings = parser.parse_known_args(argv)
     path = find_model(options.source)
     config = _with_settings(config_of(path), settings)
     task = config.task
     output = options.output or path.with_name("predictions.parquet")
     if output.exists():
-        raise UserError(f"{output}: exists already; name another file by --output=")
+        raise UserError(f"{output}: already exists; choose another file with --output")
     accelerator = Accelerator()
     model = accelerator.prepare_model(load_trained_model(path, config), evaluation_mode=True).eval()
     _, dataset = task.build_datasets()
@@ -50,14 +50,14 @@ def main(argv: list[str]) -> None:
 
 
 def _with_settings(config: Config, arguments: list[str]) -> Config:
-    """Return `config` with other settings of its task. Raise a UserError if they have mistakes, one per line, or would
+    """Return `config` with other settings of its task. Raise a UserError if they have mistakes (one per line) or would
     change the model."""
     mistakes: list[str] = []
     values, written = read_arguments(arguments, mistakes)
     for name, how in written.items():
         group, _, setting = name.partition(".")
         if group != "task" or setting.partition(".")[0] in MODEL_SETTINGS:
-            mistakes.append(f"{how}: does not say which data to evaluate on, as other settings of the task do")
+            mistakes.append(f"{how}: only settings of the task that choose the data can be changed here")
     saved = dict(flatten({"task": config.task.model_dump(mode="json")}))
     if "task.dataset" in values and "task.eval_from" in saved:
         saved["task.eval_from"] = "all"

@@ -1,13 +1,13 @@
-"""Continue a prompt with a trained language model, or chat with it, on a GPU if there is one.
+"""Complete a prompt with a trained language model, or chat with it, on a GPU if there is one.
 
-Without --prompt it reads lines until Ctrl-D: a chat with its history if there is a chat template, otherwise each line
-is continued by itself.
+Without --prompt it reads lines until Ctrl-D: with a chat template they are a chat, otherwise each line is completed by
+itself.
 """
 
 import signal
 import sys
 
-if __name__ == "__main__":  # during the imports, which take seconds, Ctrl-C has nothing to clean up
+if __name__ == "__main__":  # imports take seconds: until then, Ctrl-C just exits
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -30,20 +30,20 @@ from src.tasks.text.tokenizing import CHAT_TEMPLATE
 
 
 def main(argv: list[str]) -> None:
-    """Continue the prompt, or chat, as the arguments ask for."""
+    """Complete the prompt, or chat."""
     parser = argparse.ArgumentParser("python -m src.tools.generate", description=__doc__)
-    parser.add_argument("source", help="a run's output folder, a model or adapters that it exported, or a checkpoint")
-    parser.add_argument("--prompt", help="text to continue; where there is a chat template, a message to answer")
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="most tokens to generate; 256")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token each time; 0.8")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; 0")
+    parser.add_argument("source", help="a run's output folder, its exported model or adapters, or a checkpoint")
+    parser.add_argument("--prompt", help="text to complete or, with a chat template, a message to answer")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="default: 256")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token; default: 0.8")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default: 0")
     options = parser.parse_args(argv)
     if options.prompt is not None and not options.prompt.strip():
         raise UserError("--prompt is empty")
-    model, tokenizer = load(options.source)
-    is_chat = tokenizer.chat_template not in (None, CHAT_TEMPLATE)  # any model on bytes has that one
+    model, tokenizer = load_with_tokenizer(options.source)
+    is_chat = tokenizer.chat_template not in (None, CHAT_TEMPLATE)  # the default of models on bytes
     if not options.prompt:
-        print("a chat" if is_chat else "no chat template: each line is continued by itself", "(Ctrl-D ends it)")
+        print("chat" if is_chat else "no chat template: each line is completed by itself", "(Ctrl-D to exit)")
     chat: list[dict[str, str]] = []
     with explained("", ValueError):  # of the options' values
         set_seed(options.seed)
@@ -55,13 +55,13 @@ def main(argv: list[str]) -> None:
             if is_chat:
                 text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             tokens = tokenizer(text, add_special_tokens=not is_chat, return_tensors="pt")["input_ids"]
-            answer = generate(model, tokenizer, tokens, options.max_new_tokens, options.temperature)
+            answer = stream_completion(model, tokenizer, tokens, options.max_new_tokens, options.temperature)
             chat.append({"role": "assistant", "content": answer})
 
 
-def load(source: str) -> tuple[Any, Any]:
-    """Return a language model and its tokenizer: as a run exported them or, from a checkpoint, would export them. Raise
-    a UserError if it is no language model."""
+def load_with_tokenizer(source: str) -> tuple[Any, Any]:
+    """Return a language model and its tokenizer as a run exported them or, from a checkpoint, would export them. Raise
+    a UserError if it is not a language model."""
     folder = find_model(source)
     with tempfile.TemporaryDirectory() as exported:
         if is_checkpoint_folder(folder):
@@ -72,18 +72,16 @@ def load(source: str) -> tuple[Any, Any]:
         model = load_exported(folder).to(PartialState().device).eval()
         with explained(f"{source}: no tokenizer, ", (OSError, ValueError)):
             tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        set_ends(model, tokenizer)  # adapters of others say none
+        set_ends(model, tokenizer)  # adapters made elsewhere may lack them
         return model, tokenizer
 
 
-def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, temperature: float) -> str:
-    """Print the continuation of `tokens`, shape (1, tokens), int64, as it comes, and return it. Raise a UserError if
-    there is no room for any."""
+def stream_completion(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, temperature: float) -> str:
+    """Print the completion of `tokens`, shape (1, tokens), int64, as it is generated, and return it. Raise a UserError
+    if the model's context has no room for it."""
     length, limit = tokens.shape[1], max_length(model.config, tokenizer)
     if length >= limit:
-        raise UserError(
-            f"{length} tokens, with all that was said before, and the model sees at most {limit}: write less"
-        )
+        raise UserError(f"the prompt and the chat so far have {length} tokens, but the model's limit is {limit}")
     output = model.generate(
         tokens.to(model.device),
         attention_mask=torch.ones_like(tokens, device=model.device),
@@ -97,7 +95,7 @@ def generate(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, te
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the output may have enough of it
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     with exit_codes("generate"):
         try:
             main(sys.argv[1:])

@@ -1,15 +1,15 @@
-"""What to do with a model that was trained, said at the end of its run."""
+"""Say what to do with a trained model, at the end of its run."""
 
 import shlex
 
-from src.tracking.part import Part, Record
+from src.tracking.part import Entry, Part
 
 
 class NextStep(Part):
-    """Names the program that the run's task is used with first."""
+    """Names the program to use the task's model with."""
 
     title = "next step"
 
-    def end(self, summary: Record | None, crash: str | None) -> None:
+    def end(self, summary: Entry | None, crash: str | None) -> None:
         word, program = self._run.task.next_step
         self.closing = f"  {word:<10} python -m {program} {shlex.quote(str(self._run.config.folder))}"

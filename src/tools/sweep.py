@@ -1,7 +1,7 @@
 """Run a W&B sweep file with Optuna, without W&B's server: python -m src.tools.sweep FILE [--trials=N] [--name=value]...
 
-The trials run one after the other; --name=value is a setting for all of them. The same command continues a sweep that
-was stopped or killed. See docs/sweeps.md.
+Trials run one after the other; --name=value is a setting for all of them. The same command resumes a sweep that was
+stopped or killed. See docs/sweeps.md.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from src.config.settings import problem_text, read_yaml
 from src.distributed.process import SIGNALS, end_with_parent, exit_codes
 
 MACROS = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"]}
-"""The words that W&B's agent replaces in a command, besides ${program} and ${args}."""
+"""Words that W&B's agent replaces in a command, besides ${program} and ${args}."""
 POLL_SECONDS = 0.5
-"""Seconds between two looks at what a trial has recorded."""
+"""Seconds between two looks at a trial's metrics."""
 
 
 class Parameter(BaseModel, extra="forbid", strict=True):
-    """The values of a setting: a single one, one of several, or a range of numbers, written as numbers: 0.0001."""
+    """The values of a setting: one, several to choose from, or a range of numbers (written as 0.0001, not 1e-4)."""
 
     value: Any = None
     values: list[Any] = []
@@ -48,7 +48,7 @@ class Parameter(BaseModel, extra="forbid", strict=True):
 
     @property
     def choices(self) -> list[str]:
-        """Return the values to choose from, as written on the command line; none if it is a range of floats."""
+        """Return the values to choose from, as written on the command line; empty for a range of floats."""
         if self.min is None or self.max is None:
             values = self.values or [self.value]
         elif isinstance(self.min, int) and isinstance(self.max, int):
@@ -83,42 +83,42 @@ class Sweep(BaseModel, extra="forbid"):
 
     @property
     def size(self) -> int:
-        """Return the number of combinations of all settings; 0 if one of them is a range of floats."""
+        """Return the number of combinations of settings; 0 if one of them is a range of floats."""
         return math.prod(len(parameter.choices) for parameter in self.parameters.values())
 
     def sampler(self, seed: int = 0) -> BaseSampler:
-        """Return what chooses the settings of a trial. A grid ignores the seed."""
+        """Return Optuna's sampler for the method. A grid ignores the seed."""
         if self.method == "grid":
             return GridSampler({name: parameter.choices for name, parameter in self.parameters.items()}, seed=0)
         return RandomSampler(seed=seed) if self.method == "random" else TPESampler(seed=seed)
 
-    def draw(self, trial: Trial) -> dict[str, str]:
-        """Return a trial's settings, as they are written on the command line."""
+    def choose(self, trial: Trial) -> dict[str, str]:
+        """Return a trial's settings, as written on the command line."""
         settings = {}
         for name, parameter in self.parameters.items():
             if choices := parameter.choices:
                 settings[name] = str(trial.suggest_categorical(name, choices))
             else:
-                bounds: Any = parameter.min, parameter.max  # both: else there are choices
+                bounds: Any = parameter.min, parameter.max  # neither is None, or there would be choices
                 is_log = parameter.distribution == "log_uniform_values"
                 settings[name] = f"{trial.suggest_float(name, *bounds, log=is_log):.4g}"
         return settings
 
 
 def settings_of(sweep: Sweep, number: int) -> dict[str, str]:
-    """Return the settings of trial `number`, counted from 0, of a sweep whose trials are the tasks of a job array.
-    Raise a UserError if the grid has fewer trials."""
+    """Return the settings of trial `number`, counted from 0, of a sweep that runs as a job array. Raise a UserError if
+    the grid has fewer trials."""
     study = optuna.create_study(sampler=sweep.sampler(number))
     if sweep.method == "grid":
         if number >= sweep.size:
             raise UserError(f"{sweep.name} has {sweep.size} trials: --array=0-{sweep.size - 1}")
         for _ in range(number):
-            study.ask()  # for the combinations before it
-    return sweep.draw(study.ask())
+            study.ask()  # skip the combinations before it
+    return sweep.choose(study.ask())
 
 
 def read_sweep(file: str) -> Sweep:
-    """Read a sweep file; raise a UserError with all its mistakes, one per line."""
+    """Read a sweep file. Raise a UserError with all its mistakes, one per line."""
     with explained(f"{file}: cannot be read: ", (OSError, UnicodeDecodeError, YAMLError)):
         content = read_yaml(Path(file).read_bytes())
     try:
@@ -129,15 +129,15 @@ def read_sweep(file: str) -> Sweep:
 
 
 def command_of(sweep: Sweep, settings: dict[str, str], folder: Path, others: list[str]) -> list[str]:
-    """Return the command of a trial: the one of W&B's agent, with the run's name and output folder added."""
+    """Return the command of a trial: that of W&B's agent plus the run's name and output folder."""
     own = settings | {"run_name": f"{folder.parent.name}-{folder.name}", "output_dir": str(folder)}
     arguments = [*others, *(f"--{name}={text}" for name, text in own.items())]
     macros = MACROS | {"${program}": [sweep.program], "${args}": arguments}
     return [text for word in sweep.command for text in macros.get(word, [word])]
 
 
-def stop(process: psutil.Popen) -> None:
-    """Tell a trial to save and end. Wait for all of its processes: a launcher does not wait for those that save."""
+def stop_trial(process: psutil.Popen) -> None:
+    """Have a trial save and exit. Wait for all its processes, as a launcher doesn't wait for those that save."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = process.children(recursive=True)
         process.terminate()
@@ -145,13 +145,13 @@ def stop(process: psutil.Popen) -> None:
 
 
 def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> float:
-    """Run a trial until it ends or is pruned. Return its last value of the metric; NaN if it failed."""
+    """Run a trial until it finishes or is pruned. Return the last value of its metric; NaN if it failed."""
     own = folder / trial.user_attrs.get("folder", f"trial-{trial.number:02}")
     trial.set_user_attr("folder", own.name)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with Path(f"{own}.log").open("ab") as log:
         process = psutil.Popen(
-            command_of(sweep, sweep.draw(trial), own, others),
+            command_of(sweep, sweep.choose(trial), own, others),
             env=os.environ | {"PATH": path, "WANDB_RUN_GROUP": folder.name},
             start_new_session=True,
             preexec_fn=end_with_parent,
@@ -162,24 +162,24 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
     values: list[float] = []
     while True:
         code = process.poll()
-        records, name = read_lines(own / "metrics.jsonl"), sweep.metric.name
-        for value in [record[name] for record in records if record.get(name) is not None][len(values) :]:
+        entries, name = read_lines(own / "metrics.jsonl"), sweep.metric.name
+        for value in [entry[name] for entry in entries if entry.get(name) is not None][len(values) :]:
             values.append(value)
             trial.report(value, len(values))
         if code is not None:
-            return values[-1] if code == 0 and values else math.nan  # which Optuna takes for a failure
+            return values[-1] if code == 0 and values else math.nan  # Optuna counts NaN as a failure
         if SIGNALS.name:
-            stop(process)
-            # no error, of which Optuna would print a traceback
-            sys.exit(f"sweep: stopped by {SIGNALS.name} in {own}; to continue: {shlex.join(sys.orig_argv)}")
+            stop_trial(process)
+            # no error of ours: Optuna would print its traceback
+            sys.exit(f"sweep: stopped by {SIGNALS.name} in {own}; to resume: {shlex.join(sys.orig_argv)}")
         if trial.should_prune():
-            stop(process)
+            stop_trial(process)
             raise optuna.TrialPruned
         time.sleep(POLL_SECONDS)
 
 
 def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
-    """Return the study in the folder, or a new one. Queue its unfinished trials, which then come first."""
+    """Return the study in the folder, or a new one. Queue its unfinished trials, so that they come first."""
     folder.mkdir(parents=True, exist_ok=True)
     halving = sweep.early_terminate
     study = optuna.create_study(
@@ -190,7 +190,7 @@ def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
         pruner=SuccessiveHalvingPruner(halving.min_iter, halving.eta) if halving else NopPruner(),
         load_if_exists=True,
     )
-    study.sampler = sweep.sampler(seed=len(study.trials))  # the same would draw the same again
+    study.sampler = sweep.sampler(seed=len(study.trials))  # with the same seed it would draw the same again
     last_in_folder = {trial.user_attrs["folder"]: trial for trial in study.trials}
     for trial in last_in_folder.values():
         if trial.state == TrialState.RUNNING:  # of a sweep that was stopped or killed
@@ -201,21 +201,21 @@ def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
 
 
 def finished(study: optuna.Study) -> list[Any]:
-    """Return the trials that ended or were pruned."""
+    """Return the trials that finished or were pruned."""
     return study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
 
 
 def main(argv: list[str]) -> None:
-    """Run, or continue, the sweep that the arguments ask for."""
+    """Run or resume a sweep."""
     parser = argparse.ArgumentParser("python -m src.tools.sweep", allow_abbrev=False, description=__doc__)
     parser.add_argument("file", help="sweep file, such as sweeps/mnist.yaml")
-    parser.add_argument("--trials", type=int, help="number of trials; default: each value with each")
+    parser.add_argument("--trials", type=int, help="number of trials; default: all combinations of values")
     options, others = parser.parse_known_args(argv)
     sweep = read_sweep(options.file)
     folder = Path("runs", sweep.name)
     wanted = options.trials or sweep.size
     if not wanted:
-        raise UserError(f"method: {sweep.method} has no end: add --trials=8")
+        raise UserError(f"method: {sweep.method} never ends by itself: add --trials=8")
     study = open_study(sweep, folder)
     SIGNALS.catch()
     left = max(0, wanted - len(finished(study)))
@@ -223,7 +223,7 @@ def main(argv: list[str]) -> None:
     table = study.trials_dataframe(("value", "user_attrs", "params", "state"))
     print(table.sort_values("value", ascending=sweep.metric.goal == "minimize").to_string(index=False))
     if not finished(study):
-        raise RunError("all trials failed; the same command tries them again")
+        raise RunError("all trials failed; to retry them, run the same command")
     print(f"best model: {folder / study.best_trial.user_attrs['folder']}/model")
 
 

@@ -4,31 +4,31 @@ import shlex
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
-from src.tracking.guard import Risky, describe
-from src.tracking.part import Record, Tables
+from src.tracking.guard import Risky, tracked_config
+from src.tracking.part import Entry, Tables
 
 PROJECT = "accelerate-template"
-"""Project of trackio that the run is filed under."""
+"""The run's project in trackio."""
 
 
 class AcceleratePart(Risky):
-    """Passes numbers on to one of Accelerate's trackers."""
+    """Logs numbers through one of Accelerate's trackers."""
 
     _tracker: GeneralTracker
 
     def start(self) -> None:
         self._tracker.start()
 
-    def log(self, record: Record, tables: Tables) -> None:
-        numbers = {name: value for name, value in record.items() if name != "step"}
-        self._tracker.log(numbers, step=record["step"])
+    def log(self, entry: Entry, tables: Tables) -> None:
+        numbers = {name: value for name, value in entry.items() if name != "step"}
+        self._tracker.log(numbers, step=entry["step"])
 
-    def end(self, summary: Record | None, crash: str | None) -> None:
+    def end(self, summary: Entry | None, crash: str | None) -> None:
         self._tracker.finish()
 
 
 class Trackio(AcceleratePart):
-    """Records a run in trackio. With the same id, a later session continues it."""
+    """Logs a run to trackio. With the same id, a resumed run continues there."""
 
     title = "trackio"
     closing = f"  trackio    trackio show --project {PROJECT}"
@@ -39,12 +39,12 @@ class Trackio(AcceleratePart):
 
     def start(self) -> None:
         self.where = f"{self._run.config.run_name}-{self._id}"
-        self._tracker = TrackioTracker(PROJECT, name=self.where, resume="allow", config=describe(self._run))
+        self._tracker = TrackioTracker(PROJECT, name=self.where, resume="allow", config=tracked_config(self._run))
         super().start()
 
 
 class TensorBoard(AcceleratePart):
-    """Records a run for TensorBoard, into its folder."""
+    """Logs a run for TensorBoard, into its folder."""
 
     title = "TB"
 
@@ -55,6 +55,6 @@ class TensorBoard(AcceleratePart):
     def start(self) -> None:
         self.where = str(self._run.config.folder / "tensorboard")
         self.closing = f"  TB         tensorboard --logdir {shlex.quote(self.where)}"
-        # of an earlier session that was killed, hide the steps that are taken once more
+        # hide the steps that a killed session had logged and this one takes again
         self._tracker = TensorBoardTracker("", logging_dir=self.where, purge_step=self._run.progress.step + 1)
         super().start()

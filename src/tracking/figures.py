@@ -1,4 +1,4 @@
-"""The curves of a report, as SVG."""
+"""The plots of a report, as SVG."""
 
 import io
 from typing import Any
@@ -7,13 +7,12 @@ import numpy as np
 from cycler import cycler
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 
-# of Okabe and Ito, https://jfly.uni-koeln.de/color/: whoever is colour-blind can tell them apart
+# Okabe and Ito's palette, distinguishable by colour-blind readers: https://jfly.uni-koeln.de/color/
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 MOST_CURVES = len(COLORS)
 POINTS = 600
-"""Points that all curves of a picture have together, each the mean of neighbouring records."""
+"""Points per plot, over all its curves; each is the mean of neighbouring values."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",  # the same run gives the same page
@@ -27,9 +26,8 @@ STYLE: Any = {
 }
 
 
-def draw(title: str, curves: list[tuple[str, list[float], list[float]]], log_base: int | None = None) -> str:
-    """Return a picture of curves, the most important first: label, steps and finite values of each, at least one. Both
-    axes are logarithmic where `log_base` is given, which the ticks of the steps are powers of."""
+def draw_curves(title: str, curves: list[tuple[str, list[float], list[float]]]) -> str:
+    """Return a plot of curves, the most important first: label, steps and finite values of each, at least one."""
     with rc_context(STYLE):
         figure = Figure(figsize=(3.75, 2.4), layout="constrained")
         axes = figure.subplots()
@@ -38,10 +36,6 @@ def draw(title: str, curves: list[tuple[str, list[float], list[float]]], log_bas
         for label, steps, values in curves[:MOST_CURVES]:
             marker = "o" if len(steps) < 20 else ""
             axes.plot(thinned(steps, most), thinned(values, most), marker=marker, label=label[:40])
-        if log_base:  # room: plan
-            axes.loglog(base=log_base)
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_formatter(ScalarFormatter())
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=6)
         svg = io.StringIO()

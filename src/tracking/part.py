@@ -1,4 +1,4 @@
-"""What a part of the project, such as W&B, is told of a run. src/parts.py lists the parts."""
+"""Parts: optional code, such as W&B, that follows a run. src/parts.py lists them."""
 
 import os
 import uuid
@@ -11,53 +11,53 @@ from src.config.terminal import say
 from src.tasks.base import Tables
 from src.training.run import Run
 
-Record = dict[str, Any]
-"""What metrics.jsonl or summary.json holds: values by name."""
+Entry = dict[str, Any]
+"""A line of metrics.jsonl, or summary.json: values by name."""
 
 
 class Part:
-    """A part that a copy may leave out. It is told what happens to the run, on the main process."""
+    """Optional code that follows a run, on the main process."""
 
     title = ""
     where = ""
-    """What the start-up summary says of it; known once it has started."""
+    """Where it logs the run, for the startup summary; set by `start`."""
     closing = ""
-    """The line that tells the user, at the end, how to see what it made."""
+    """The line of the closing block that says how to see the result; empty for none."""
     failure: str | None = None
-    """The reason why it does not record the run, or not to its end; None if it does."""
+    """Why it stopped logging the run; None if it didn't."""
 
     def __init__(self, run: Run, run_id: str) -> None:
         self._run, self._id = run, run_id
 
     @property
     def is_on(self) -> bool:
-        """Return whether the settings ask for it."""
+        """Return whether the settings enable it."""
         return True
 
     def start(self) -> None:
-        """Begin to record the run or, by its id, continue it."""
+        """Start logging the run or, by its id, resume."""
 
-    def log(self, record: Record, tables: Tables) -> None:
-        """Take what an interval or an evaluation gave: numbers, `step` among them, and tables."""
+    def log(self, entry: Entry, tables: Tables) -> None:
+        """Log the results of an interval or an evaluation: numbers, including `step`, and tables."""
 
-    def end(self, summary: Record | None, crash: str | None) -> None:
-        """End the record of the run. Return when all is written and, online, uploaded.
+    def end(self, summary: Entry | None, crash: str | None) -> None:
+        """Finish logging. Return when everything is written and, online, uploaded.
 
         Args:
-            summary: what came out of the run; None: it has not come to its end.
-            crash: why; None: it has, or it was stopped and will be continued.
+            summary: the results of the run; None if it was stopped or crashed.
+            crash: the error; None if the run has finished, or was stopped and can be resumed.
         """
 
 
 class Parts:
-    """The parts that the settings ask for; only on the main process. As a context manager, it tells them that the run
-    has crashed, or was stopped."""
+    """The parts that the settings enable, on the main process only. As a context manager, it tells them when the run
+    crashes or is stopped."""
 
     def __init__(self, run: Run, makers: list[Callable[[Run, str], Part]]) -> None:
-        """Make them, and tell them that the run begins."""
+        """Create and start them."""
         self._run, own = run, run.resume.own_state(run.config)
         self.run_id = (own and own.run_id) or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
-        """The id by which a later session continues the run. A sweep's agent sets the variable."""
+        """The id under which a resumed run is logged. A sweep's agent sets the variable."""
         parts = [make(run, self.run_id) for make in makers if run.is_main]
         self._parts = [part for part in parts if part.is_on]
         for part in self._parts:
@@ -66,16 +66,16 @@ class Parts:
 
     @property
     def where(self) -> dict[str, str]:
-        """Return where each of them records the run, or why it does not, by its title."""
-        return {part.title: f"not recorded: {part.failure}" if part.failure else part.where for part in self._parts}
+        """Return where each part logs the run, or why it doesn't, by its title."""
+        return {part.title: f"not logged: {part.failure}" if part.failure else part.where for part in self._parts}
 
-    def log(self, record: Record, tables: Tables) -> None:
-        """Tell them that an interval has ended, or an evaluation was made."""
-        for part in self._parts if record else ():
-            part.log(record, tables)
+    def log(self, entry: Entry, tables: Tables) -> None:
+        """Log the results of an interval or an evaluation, if there are any."""
+        for part in self._parts if entry else ():
+            part.log(entry, tables)
 
-    def end(self, summary: Record | None, crash: str | None = None) -> None:
-        """Tell them that the run ends. Say how to see what they made, and add to summary.json which of them failed."""
+    def end(self, summary: Entry | None, crash: str | None = None) -> None:
+        """End the parts, print their closing lines, and add those that failed to summary.json."""
         self._has_ended = True
         for part in self._parts:
             part.end(summary, crash)

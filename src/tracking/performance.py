@@ -1,4 +1,4 @@
-"""How fast a run trains: the figures perf/… in its records, and profiles of chosen steps. See docs/performance.md."""
+"""Measure how fast a run trains: the metrics perf/… and profiles of chosen steps. See docs/performance.md."""
 
 import re
 import time
@@ -29,17 +29,17 @@ PEAKS = {
     "RTX 4090": 165.2,
     "MI300X": 1307,
 }
-"""Dense 10^12 operations per second in bf16 and fp16, summed in fp32, by words of the device's name: the first entry
-that fits counts. From data sheets of AMD and NVIDIA, its Ada whitepaper (4090), AWS (A10G)."""
+"""Peak dense TFLOPS in bf16 and fp16 with fp32 sums, by words of the device's name: the first match counts. From data
+sheets of AMD and NVIDIA, its Ada whitepaper (4090) and AWS (A10G)."""
 PARTIAL = {"MIG", "Laptop", "D"}
-"""Words in the names of devices that are less than the table says."""
+"""Words in the names of devices that are slower than the table says."""
 NOTHING = np.zeros(4)
-"""Totals before the first step: steps; seconds of data and of computing; operations."""
+"""The totals of no steps: number of steps, seconds for data, seconds of computing, FLOPs."""
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the floating-point operations per second of a device, such as `NVIDIA H100 PCIe`, at most, for matrices in
-    this precision: a Launch's. In fp8 they are bf16's. None: it is not in the table, or the precision is fp32."""
+    """Return the peak FLOPS of a device, such as `NVIDIA H100 PCIe`, for matrix products in a Launch's precision (for
+    fp8, those of bf16). None: the device is not in the table, or the precision is fp32."""
     words = {*re.split("[ -]", name)}
     if precision == "fp32" or words & PARTIAL:
         return None
@@ -47,8 +47,8 @@ def peak_flops(name: str, precision: str) -> float | None:
 
 
 class Performance:
-    """Measures the steps of a run. On a GPU it records events, and reads them once they have passed: between two calls
-    of `metrics`, the host never waits for the device."""
+    """Measures the steps of a run. On a GPU it records events and reads them once they have passed: the host waits for
+    the device in `interval_metrics` alone."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._profiler = run, start_profiler(run)
@@ -56,19 +56,19 @@ class Performance:
         self._has_events = run.device.type != "cpu"
         name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
         self._peak = peak_flops(name, run.launch.precision)
-        self._pending: deque[tuple[Any, ...]] = deque()  # steps that the device may not have done yet
+        self._pending: deque[tuple[Any, ...]] = deque()  # steps that the device may not have finished
         self._totals = NOTHING
 
     def begin_step(self) -> None:
-        """Note that an optimizer step begins, with the wait for its data."""
+        """Mark the start of a step, which waits for its data first."""
         self._began = self._now()
 
     def begin_computing(self, micro_batches: list[MicroBatch]) -> None:
-        """Note that this step's data are there."""
+        """Mark the arrival of the step's data."""
         self._fetched, self._micro_batches = self._now(), micro_batches
 
     def end_step(self) -> None:
-        """Note that the step has been taken, or given to the device."""
+        """Mark the end of the step, on a GPU in its stream."""
         end = self._now()
         if self._profiler:
             self._profiler.step()
@@ -79,8 +79,8 @@ class Performance:
         self._pending.append((self._began, self._fetched, end, flops))
         self._read_past()
 
-    def metrics(self) -> dict[str, float]:
-        """Return the figures of the steps since the last call. Collective; waits for the device."""
+    def interval_metrics(self) -> dict[str, float]:
+        """Return the metrics of the steps since the last call. Collective; wait for the device."""
         if self._has_events:
             self._now().synchronize()
             self._read_past()
@@ -92,7 +92,7 @@ class Performance:
         return metrics | {"perf/peak_memory_bytes": max(peak_memory(self._run.accelerator))}
 
     def _now(self) -> Any:
-        """Return the time in seconds, or an event for when the device has done what it has been given so far."""
+        """Return the time in seconds, or an event at the end of the device's current work."""
         if not self._has_events:
             return time.perf_counter()
         event = torch.Event(self._run.device, enable_timing=True)
@@ -103,7 +103,7 @@ class Performance:
         return begin.elapsed_time(end) / 1e3 if self._has_events else end - begin
 
     def _read_past(self) -> None:
-        """Add up the steps that the device has done."""
+        """Add the steps that the device has finished to the totals."""
         while self._pending and (not self._has_events or self._pending[0][2].query()):
             begin, fetched, end, flops = self._pending.popleft()
             step = 1, self._seconds(begin, fetched), self._seconds(fetched, end), flops
@@ -111,19 +111,18 @@ class Performance:
 
 
 def start_profiler(run: Run) -> profile | None:
-    """Return PyTorch's profiler, which writes what it sees of the steps in `profile_steps` into the run's folder; None
-    if there are none to come.
+    """Return PyTorch's profiler, which writes profiles of the steps in `profile_steps` into the run's folder; None if
+    there are no such steps ahead.
 
     Raises:
-        UserError: the run ends before them.
+        UserError: the run ends before these steps.
     """
     steps, total = run.config.profile_steps, run.total_steps
     if steps is None:
         return None
     first, last = map(int, steps.split(":"))
     if first > total:
-        says = f"profile_steps={steps}: the run has only {total} steps"
-        raise UserError(f"{says}; name some of them, or set it to null")
+        raise UserError(f"profile_steps={steps}: the run has only {total} steps; choose among them, or set it to null")
 
     wait, active = first - 1 - run.progress.step, min(last, total) - first + 1
     if wait < 0:

@@ -1,6 +1,6 @@
-"""A report of runs, best first: a page that needs no server, no network and no JavaScript.
+"""Write a report of runs, best first: a page that needs no server, no network and no JavaScript.
 
-It shows what runs and --check have written into their folders; what of that is missing is left out.
+It shows what runs and --check have written into their folders, and leaves out what is missing.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from src.config.errors import UserError, cause, explained
 from src.config.settings import flatten
 from src.distributed.process import exit_codes
 from src.tasks.base import PICTURE, Tables
-from src.tracking.part import Part, Record
+from src.tracking.part import Entry, Part
 from src.training.score import score
 
 MOST_PICTURES, MOST_ROWS = 24, 50
@@ -26,11 +26,11 @@ FACTS = ("seconds", "samples_per_second", "tokens_per_second", "parameters", "st
 """Fields of summary.json that the page shows for each run."""
 
 
-class Recorded:
-    """What the folder of a run, or of a check, holds.
+class LoggedRun:
+    """The contents of a run's folder, or of a check's.
 
     Raises:
-        UserError: it holds neither.
+        UserError: it is neither.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,33 +41,33 @@ class Recorded:
         self.settings = dict(flatten(saved_settings(folder) or self.check.get("config", {})))
         """Values by dotted name."""
         if "task.name" not in self.settings:
-            raise UserError(f"{folder}: holds no run (no config.yaml of one); name a run's folder")
+            raise UserError(f"{folder}: not a run's folder (it has no config.yaml of a run)")
         self.curves: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-        """Steps and finite values by metric."""
+        """Steps and finite values, by metric."""
         self.step, self.results, self.tables = 0, dict[str, float](), Tables()
-        """The last step, and what the last evaluation gave."""
-        for record in filter(None, read_lines(folder / "metrics.jsonl")):
-            self.step = record["step"]
-            for name, value in record.items():
+        """The last step, and the metrics and tables of the last evaluation."""
+        for entry in filter(None, read_lines(folder / "metrics.jsonl")):
+            self.step = entry["step"]
+            for name, value in entry.items():
                 if "/" in name and is_number(value):
                     steps, values = self.curves[name]
                     steps.append(self.step)
                     values.append(value)
-            if "eval/loss" in record:
+            if "eval/loss" in entry:
                 self.results, self.tables = {}, {}
-            if any(name.startswith("eval/") for name in record):  # Task.report's come in a record of their own
-                self.results |= {name: value for name, value in record.items() if not isinstance(value, list)}
-                self.tables |= {name: rows[:MOST_ROWS] for name, rows in record.items() if isinstance(rows, list)}
+            if any(name.startswith("eval/") for name in entry):  # Task.report's come in an entry of their own
+                self.results |= {name: value for name, value in entry.items() if not isinstance(value, list)}
+                self.tables |= {name: rows[:MOST_ROWS] for name, rows in entry.items() if isinstance(rows, list)}
 
     @property
-    def score(self) -> float:
-        """Return how good the exported model is, or else the last evaluation: higher is better."""
+    def rank_key(self) -> float:
+        """Return the score of the exported model, or else of the last evaluation: higher is better."""
         metric, results = self.settings["checkpoint.metric"], self.results | self.summary
         return score(results[metric], metric, self.settings["checkpoint.mode"]) if metric in results else -math.inf
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what came out of it."""
+        """Return the results, for a line of the table of runs."""
         results = {name: self.summary.get(name, value) for name, value in self.results.items() if "eval/" in name}
         status = self.status.get("status")
         if self.check and not self.step:
@@ -80,11 +80,11 @@ def write_report(folders: list[Path], target: Path) -> None:
     """Write the report of these runs.
 
     Raises:
-        UserError: one of them holds no run, or files that no run writes.
+        UserError: a folder is not a run's, or a file is not as a run writes it.
     """
-    says = f"{', '.join(map(str, folders))}: not as a run writes its files: "
-    with explained(says, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
-        runs = sorted(map(Recorded, folders), key=lambda run: (run.settings["task.name"], -run.score))
+    what = f"{', '.join(map(str, folders))}: files are not as a run writes them: "
+    with explained(what, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
+        runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.rank_key))
         facts = dict.fromkeys(name for run in runs for name in run.facts)
         table = [{name: run.facts.get(name) for name in facts} for run in runs]
         names = dict.fromkeys(name for run in runs for name in run.settings)
@@ -92,49 +92,49 @@ def write_report(folders: list[Path], target: Path) -> None:
         differing = [row for row in settings if len({str(row[run.name]) for run in runs}) > 1]
         environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         page = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).render(
-            runs=runs, table_of_runs=table, PICTURE=PICTURE, figures=draw(runs), differing=differing, settings=settings
+            runs=runs, table_of_runs=table, PICTURE=PICTURE, figures=plots(runs), differing=differing, settings=settings
         )
     write_text(target, page.encode(errors="replace").decode())
 
 
-def draw(runs: list[Recorded]) -> dict[str, str]:
-    """Return a picture of each metric by its title: an SVG in base64."""
-    figures = import_module("src.tracking.figures")  # matplotlib: nothing else needs it
+def plots(runs: list[LoggedRun]) -> dict[str, str]:
+    """Return a plot of each metric, by its title: an SVG in base64."""
+    figures = import_module("src.tracking.figures")  # imports matplotlib, which nothing else needs
     pictures = defaultdict(list)
     for run in runs:
         for name, (steps, values) in run.curves.items():
             part, _, title = name.partition("/")
-            # of one run, loss in training and evaluation in one picture
+            # for a single run, plot training loss and evaluation loss together
             picture, label = (title, part) if len(runs) == 1 else (name, run.name)
             pictures[picture].append((label, steps, values))
     titles = sorted(pictures, key=lambda title: "loss" not in title)[:MOST_PICTURES]
-    drawn = {title: figures.draw(title, pictures[title]) for title in titles}
+    drawn = {title: figures.draw_curves(title, pictures[title]) for title in titles}
     return {title: base64.b64encode(svg.encode(errors="replace")).decode() for title, svg in drawn.items()}
 
 
 class Report(Part):
-    """Writes the report of a run that has come to its end."""
+    """Writes the report of a finished run."""
 
     title = "report"
 
-    def end(self, summary: Record | None, crash: str | None) -> None:
+    def end(self, summary: Entry | None, crash: str | None) -> None:
         if summary:
             self.closing = report_line(self._run.config.folder)
 
 
 def report_line(folder: Path) -> str:
-    """Write the report of a run that ends; return its line of the closing block, which says why if there is none."""
+    """Write a run's report. Return its line of the closing block, which says why if there is none."""
     try:
         write_report([folder], folder / "report.html")
-    except Exception as error:  # no reason to fail a run that has come to its end
+    except Exception as error:  # no reason to fail a finished run
         return f"  report     none: {cause(error)}"
     return f"  report     {folder}/report.html"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m src.tracking.report", description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--output", type=Path, help="the page to write; default: report.html in the first run's folder")
+    parser.add_argument("runs", nargs="+", type=Path, help="output folders of runs")
+    parser.add_argument("--output", type=Path, help="page to write; default: report.html in the first run's folder")
     arguments = parser.parse_args()
     target = arguments.output or arguments.runs[0] / "report.html"
     with exit_codes("report"), explained("cannot write the report: ", (OSError, ImportError)):

@@ -1,29 +1,37 @@
-"""What a run says at its start: what is about to run."""
+"""Show what is about to run: the startup summary and, with --dry-run, the first examples."""
+
+import os
+import re
+import sys
+from typing import Any
 
 from src.config.environment import processes
 from src.config.terminal import say
+from src.training.batches import epoch_order, epoch_seed
 from src.training.run import Run
 
+MOST_CHARACTERS = 4000
+"""Most characters of an example that a dry run shows."""
 
-def print_summary(run: Run, recorders: dict[str, str]) -> None:
-    """Print what is about to run. `recorders`: where each of them records the run, by its title."""
+
+def print_summary(run: Run, trackers: dict[str, str]) -> None:
+    """Print what is about to run. `trackers`: where each tracker logs the run, by its title."""
     launch, config = run.launch, run.config
     backend = f" on {launch.backend}" if launch.backend else ""
     if launch.comm_hook:
         backend += f" (gradients: {launch.comm_hook})"
-    started_by = launch.config_file or "not started by an accelerate yaml"
     rows = {
         "strategy": f"{launch.strategy}, {processes(launch.num_processes)}{backend}, {launch.device}, "
-        f"{launch.precision} ({started_by})",
+        f"{launch.precision} ({launch.config_file or 'no accelerate yaml'})",
         "model": _model(run),
-        "data": f"{len(run.train_set):,} examples to train on, {len(run.eval_set):,} to evaluate on",
-        **{part: in_one_line(figures) for part, figures in run.facts["data"].items()},
+        "data": f"{len(run.train_set):,} training examples, {len(run.eval_set):,} evaluation examples",
+        **{part: _in_one_line(figures) for part, figures in run.facts["data"].items()},
         "batch": f"{config.global_batch_size} = {config.forward_batch_size(run.data_size)} per micro-batch x "
         f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size)} accumulated",
         "tuned": ", ".join(run.facts["tuned"]),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),
-        **recorders,
+        **trackers,
         "resume": run.resume.summary,
     }
     name = config.run_name if config.run_name == config.task.name else f"{config.run_name}: {config.task.name}"
@@ -40,13 +48,44 @@ def _model(run: Run) -> str:
     if trained < parameters:
         text += f", {trained:,} of them trained"
     if run.facts["built_whole"]:
-        text += "; each process built all of it first"
+        text += "; each process built the whole model first"
     return text
 
 
-def in_one_line(figures: dict[str, float]) -> str:
-    """Return figures by name as one line of text; integers are counts, floats are shares."""
+def _in_one_line(figures: dict[str, float]) -> str:
+    """Return figures as one line of text: integers are counts, floats are fractions."""
     return ", ".join(
         f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
         for name, value in figures.items()
     )
+
+
+def dry_run(run: Run, *_: Any) -> bool:
+    """Print what the run would do and the first two examples of its next step. Write nothing. Return True."""
+    if run.is_main:
+        print_summary(run, {})
+        step, total = run.progress.step, run.total_steps
+        epoch, done = divmod(step, run.steps_per_epoch)
+        dataset = run.task.augmented(run.train_set, epoch_seed(run.config, epoch, 1))
+        for index in epoch_order(run, epoch, done)[:2]:
+            say(f"\ntraining example {index}, in step {step + 1}:", shown(run.task.preview(dataset, int(index))))
+        figures = run.facts["data"]["train"]
+        if {"targets", "tokens"} <= figures.keys():
+            fraction = f"{figures['targets'] / figures['tokens']:.1%}"
+            say(shown(f"\n⟦like this⟧: contributes to the loss ({fraction} of the training data's tokens)"))
+        every = f"evaluating every {run.config.eval_every or run.steps_per_epoch}, saving every {run.config.save_every}"
+        say("", f"dry run: {total - step} of {total} steps to take, {every} steps; nothing was written")
+    return True
+
+
+def shown(text: str) -> str:
+    """Return the beginning of a text, with what is in ⟦ ⟧ in green if the terminal has colours. Replace all other
+    control characters."""
+    text = re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+    left_out = len(text) - MOST_CHARACTERS
+    if left_out > 0:
+        text = text[:MOST_CHARACTERS]
+        text += f"{'⟧' * (text.count('⟦') - text.count('⟧'))}\n… and {left_out:,} more characters"
+    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR"):
+        text = text.replace("⟦", "\033[32m").replace("⟧", "\033[0m")
+    return text

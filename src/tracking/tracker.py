@@ -1,4 +1,4 @@
-"""The run's record: metrics.jsonl and the terminal. The main process alone writes it."""
+"""The log of a run: metrics.jsonl and the terminal. Only the main process writes it."""
 
 import contextlib
 import json
@@ -18,55 +18,56 @@ from src.config.settings import write_yaml
 from src.config.terminal import bar, say, unread
 from src.distributed.accelerator import peak_memory
 from src.tasks.base import Metrics, Tables
+from src.tracking.part import Entry
 from src.tracking.summary import print_summary
 from src.training.batches import examples_seen
 from src.training.evaluation import Evaluation
 from src.training.progress import StepResult
 from src.training.run import Run
 
-Logged = tuple[dict[str, Any], Tables]
-"""What is handed to the parts: numbers, `step` among them, and tables by name; both empty if nothing was recorded."""
+Logged = tuple[Entry, Tables]
+"""What the parts log too: numbers, including `step`, and tables by name; both empty if there is nothing to log."""
 
 
 class Tracker:
-    """Keeps the run's record. What it logs it returns, for the parts."""
+    """Writes the run's log. Its log_ methods return what they log, for the parts."""
 
     def __init__(self, run: Run, where: dict[str, str]) -> None:
-        """Open the record, and print what is about to run. `where`: where else it is recorded, by title."""
+        """Open the log, and print what is about to run. `where`: where parts log the run, by title."""
         self._run, self.folder = run, run.config.folder
         self._first = run.progress.step
         self._started = time.perf_counter()
         self._is_noted = False
         if run.is_main:
-            self._open_record()
+            self._open_log()
             self._write_settings()
             print_summary(run, where)
             self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True)
             self._facts = ""
             self._skipped = run.progress.skipped
 
-    def _open_record(self) -> None:
-        """Cut metrics.jsonl back to what it was at the checkpoint that the run goes on from."""
+    def _open_log(self) -> None:
+        """Open metrics.jsonl, truncated to its length at the checkpoint that the run resumes from."""
         own = self._run.resume.own_state(self._run.config)
-        recorded = own.metrics_bytes if own else 0
+        saved = own.metrics_bytes if own else 0
         self._metrics = (self.folder / "metrics.jsonl").open("ab+")
         size = self._metrics.seek(0, os.SEEK_END)
-        self._recorded = self._metrics.seek(min(recorded, size))
-        # an evaluation that came too late for its step's checkpoint is kept, or replaced by a new one
+        self._length = self._metrics.seek(min(saved, size))
+        # keep an evaluation that came too late for its step's checkpoint, until a new one replaces it
         line = self._metrics.readline()
         is_of_this_step = line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")
-        self._metrics.truncate(self._recorded + (len(line) if is_of_this_step else 0))
+        self._metrics.truncate(self._length + (len(line) if is_of_this_step else 0))
 
     def _write_settings(self) -> None:
-        """Write the run's settings, and remove the summary of an earlier end."""
+        """Write the run's settings, and remove the summary of an earlier session."""
         config, resume = self._run.config, self._run.resume
-        is_continued = resume.is_own(config)
-        parent = saved_settings(self.folder).get("resume") if is_continued else parent_checkpoint(config)
+        is_own = resume.is_own(config)
+        parent = saved_settings(self.folder).get("resume") if is_own else parent_checkpoint(config)
         settings = config.model_dump(mode="json") | {"resume": str(parent or config.resume)}
         if "{run_name}" not in config.output_dir:
-            del settings["output_dir"]  # reused under another name, it would lead to this run's folder
+            del settings["output_dir"]  # a run with these settings and another name must not write into this folder
         write_text(self.folder / "config.yaml", write_yaml(settings))
-        write_unfinished(self.folder, resume.checkpoint if is_continued else None)
+        write_unfinished(self.folder, resume.checkpoint if is_own else None)
         (self.folder / "summary.json").unlink(missing_ok=True)
 
     def advance(self) -> None:
@@ -77,59 +78,58 @@ class Tracker:
             self._bar.update()
 
     def log_training(self, result: StepResult, measured: dict[str, float]) -> Logged:
-        """Record the means over the interval that ends with this step or with the run, and what else was measured."""
+        """Log the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
         num_examples = examples_seen(run, progress.step) - examples_seen(run, progress.interval_start)
         metrics: dict[str, Any] = {
             "epoch": progress.step / run.steps_per_epoch,
             "train/lr": result.lr,
-            "train/grad_norm": result.grad_norm,
+            "train/grad_norm": result.finite_norm,
             **progress.training_metrics(num_examples, run.is_fp16),
         }
         progress.train_loss = metrics["train/loss"]
-        if run.is_log_due():  # not at the run's end: a longer run's interval would go on
+        if run.is_log_due():  # not at the run's end: if it is extended, the interval continues
             progress.end_interval()
         if not run.is_main:
             return {}, {}
         logged = self._log(metrics | measured, {})
-        if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 that is how the loss scale is found
-            self.say(f"WARNING: steps skipped so far, as their gradients were not finite: {progress.skipped}")
+        if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 it is part of finding the loss scale
+            self.tell(f"WARNING: steps skipped so far because of non-finite gradients: {progress.skipped}")
         self._skipped = progress.skipped
         self._show(metrics)
         return logged
 
     def _show(self, metrics: dict[str, Any]) -> None:
-        """Show an interval's loss and speed in the bar, or in a line where there is none."""
+        """Show an interval's loss and speed in the bar, or in a line if there is no bar."""
         step, total = self._run.progress.step, self._run.total_steps
         unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
         speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
-        loss = "not finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
+        loss = "non-finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
         self._facts = f"loss {loss}  {speed}"
         if self._bar.disable:
             seconds_per_step = (time.perf_counter() - self._started) / (step - self._first)
             eta = tqdm.format_interval(seconds_per_step * (total - step))
-            self.say(f"step {step:>6}/{total}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
+            self.tell(f"step {step:>6}/{total}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
 
     def log_evaluation(self, evaluation: Evaluation) -> Logged:
-        """Record an evaluation made after the latest step."""
+        """Log an evaluation made after the latest step."""
         run, step = self._run, self._run.progress.step
         if not run.is_main:
             return {}, {}
         tables = run.task.tables(evaluation.outputs, run.eval_set)
-        numbers = {"epoch": step / run.steps_per_epoch, **evaluation.metrics}
-        logged = self._log(numbers, tables)
-        self.say(f"step {step:>6}/{run.total_steps}  {_evaluation_line(evaluation.metrics)}")
+        logged = self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
+        self.tell(f"step {step:>6}/{run.total_steps}  {_evaluation_line(evaluation.metrics)}")
         return logged
 
     def log_report(self, exported: Exported) -> Logged:
-        """Record what Task.report returned, if that is anything."""
+        """Log what Task.report returned, if anything."""
         if not self._run.is_main or not (exported.reported or exported.tables):
             return {}, {}
         return self._log(exported.reported, exported.tables)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps so that the record can continue from there."""
+        """Return what a checkpoint saves so that the log can continue from there."""
         if not self._run.is_main:
             return {}
         self._bar.set_description_str("saving")
@@ -138,15 +138,18 @@ class Tracker:
         return {"metrics_bytes": self._metrics.seek(0, os.SEEK_END)}
 
     def log_stop(self, reason: str, checkpoint: Path | None) -> None:
-        """Record that the run was told to stop, and how to continue it."""
+        """Write that the run was stopped, and how to resume it."""
         if not self._run.is_main:
             return
         self._bar.close()
         write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume.command)
 
-    def write_summary(self, evaluation: Metrics, save_pause_seconds: float) -> dict[str, Any]:
-        """Write summary.json, with the seconds that saves kept the loop waiting, and print the closing block. Return
-        what was written. Collective."""
+    def write_summary(self, evaluation: Metrics, save_pause_seconds: float) -> Entry:
+        """Write summary.json and print the closing block. Return the summary. Collective.
+
+        Args:
+            save_pause_seconds: seconds for which saves have paused training.
+        """
         run, progress, peaks = self._run, self._run.progress, peak_memory(self._run.accelerator)
         if not run.is_main:
             return {}
@@ -170,21 +173,16 @@ class Tracker:
         }
         write_done(self.folder, progress.step)
         write_json(self.folder / "summary.json", summary)
-        self._say_done(evaluation)
-        return summary
-
-    def _say_done(self, evaluation: dict[str, float]) -> None:
-        """Print what came out of the run."""
-        folder = shlex.quote(str(self.folder))
         self._bar.set_description_str(self._facts)
         self._bar.close()
-        self.say(
-            f"done in {tqdm.format_interval(self._run.progress.seconds)}: {_evaluation_line(evaluation)}",
-            f"  model      {folder}/model",
-            f"  record     {self.folder}/summary.json, metrics.jsonl, config.yaml",
+        self.tell(
+            f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}",
+            f"  model      {shlex.quote(str(self.folder))}/model",
+            f"  log        {self.folder}/metrics.jsonl, summary.json, config.yaml",
         )
+        return summary
 
-    def say(self, *lines: str) -> None:
+    def tell(self, *lines: str) -> None:
         """Print lines, on the main process."""
         if not self._run.is_main:
             return
@@ -194,16 +192,16 @@ class Tracker:
             write_status(self.folder)
 
     def _log(self, metrics: dict[str, Any], tables: Tables) -> Logged:
-        """Append a record, named train/…, eval/… or perf/…, to metrics.jsonl, and return it: numbers, and tables."""
-        record = {"step": self._run.progress.step, **metrics}
+        """Append a line to metrics.jsonl, and return its numbers and tables by the names that they have there."""
+        entry = {"step": self._run.progress.step, **metrics}
         tables = {f"eval/{name}": rows for name, rows in tables.items()}
         with naming(self.folder / "metrics.jsonl"):
-            if record["step"] == self._first:  # replace what is there of it
-                self._metrics.truncate(self._recorded)
-            self._metrics.write(json.dumps(record | tables).encode() + b"\n")
+            if entry["step"] == self._first:  # replace an evaluation of this step that is there already
+                self._metrics.truncate(self._length)
+            self._metrics.write(json.dumps(entry | tables).encode() + b"\n")
             self._metrics.flush()
-            self._recorded = self._metrics.tell()
-        return record, tables
+            self._length = self._metrics.tell()
+        return entry, tables
 
     def __enter__(self) -> "Tracker":
         return self
@@ -211,9 +209,9 @@ class Tracker:
     def __exit__(self, *_: object) -> None:
         if self._run.is_main:
             self._bar.close()
-            with contextlib.suppress(OSError):  # what could not be written has been reported
+            with contextlib.suppress(OSError):  # a failed write has been reported
                 self._metrics.close()
 
 
-def _evaluation_line(metrics: dict[str, Any]) -> str:
+def _evaluation_line(metrics: Metrics) -> str:
     return "  ".join(f"{n} {v:.4f}" if isinstance(v, float) else f"{n} {v:,}" for n, v in metrics.items())

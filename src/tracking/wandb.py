@@ -1,6 +1,6 @@
-"""A run in Weights & Biases: online, or in files that `wandb sync` uploads.
+"""Log a run to Weights & Biases: online, or into files that `wandb sync` uploads.
 
-Importing wandb takes half a second, for which only the process that records should wait: it is imported at its use.
+Importing wandb takes half a second: it is imported where it is used, by the process that logs.
 """
 
 import base64
@@ -20,25 +20,25 @@ from src.checkpoint.export import replacing
 from src.checkpoint.files import list_checkpoints, step_of
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
-from src.tracking.guard import Risky, describe
-from src.tracking.part import Record, Tables
+from src.tracking.guard import Risky, tracked_config
+from src.tracking.part import Entry, Tables
 from src.training.run import Run
 
 ARTIFACTS = Path("artifacts")
-"""Folder that artifacts are downloaded into, in the current one: each into the folder of its full name."""
+"""Folder for downloaded artifacts, each in a subfolder of its full name."""
 
 SERVICE = ("wandb-core", "gpu_stats")
-"""Beginnings of the names of the processes that W&B starts."""
+"""Prefixes of the names of W&B's own processes."""
 
 
 def download_artifact(name: str) -> Path:
-    """Return the folder of an artifact of W&B, entity/project/name:alias, once it is downloaded. The first process of a
-    machine downloads, and the others wait for it. Raise an error of W&B's if it can't be had."""
+    """Download an artifact, entity/project/name:alias, and return its folder. One process of each machine downloads it,
+    and the others wait. Raise W&B's error if that fails."""
     wandb = import_module("wandb")
     if not wandb.login(prompt=False, verify=False):
         raise ValueError("no credentials: `wandb login` first")
     artifact = wandb.Api().artifact(name)
-    folder = ARTIFACTS / artifact.qualified_name  # with its version in place of an alias
+    folder = ARTIFACTS / artifact.qualified_name  # with a version, not an alias
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -48,22 +48,22 @@ def download_artifact(name: str) -> Path:
 
 
 class WandbPart(Risky):
-    """Records a run in W&B."""
+    """Logs a run to W&B."""
 
     title = "W&B"
 
     def __init__(self, run: Run, run_id: str) -> None:
         super().__init__(run, run_id)
         self._mode = run.config.wandb.chosen_mode
-        self._recorded: set[Path] = set()  # checkpoints
+        self._logged: set[Path] = set()  # checkpoints
 
     @property
     def is_on(self) -> bool:
         return "wandb" in self._run.config.trackers and self._mode != "disabled"
 
     def start(self) -> None:
-        """Begin the run, or continue it by its id; go offline if it can't go online."""
-        config, why = self._run.config, "as asked"
+        """Start or, by its id, resume the run; offline if online fails."""
+        config, why = self._run.config, "as set"
         wandb = self._wandb = import_module("wandb")
         if self._mode == "auto":
             self._mode = "online"
@@ -76,7 +76,7 @@ class WandbPart(Risky):
             "id": self._id,
             "resume": "allow",
             "name": config.run_name,
-            "config": describe(self._run),
+            "config": tracked_config(self._run),
             "dir": os.environ.get("WANDB_DIR") or config.folder,
             "settings": settings,
         }
@@ -84,22 +84,22 @@ class WandbPart(Risky):
             run = wandb.init(mode=self._mode, **arguments)
         except wandb.errors.Error as error:
             why = f"could not go online: {str(error).splitlines()[0]}"
-            wandb.teardown()  # it holds the id
+            wandb.teardown()  # frees the id
             run = wandb.init(mode="offline", **arguments)
         self._wandb_run = run
-        if run.offline:  # where it has no address, and warns
+        if run.offline:  # without a URL, and asking for it warns
             self.where = f"offline ({why})"
             self.closing = f"  upload     wandb sync {shlex.quote(str(Path(run.settings.sync_dir)))}"
         else:
             self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         run.define_metric("step", hidden=True)
-        run.define_metric("*", step_metric="step")  # wandb's own counter drops steps after a resume
+        run.define_metric("*", step_metric="step")  # W&B's own counter would drop steps after a resume
 
-    def log(self, record: Record, tables: Tables) -> None:
-        self._wandb_run.log(record | {name: self._table(rows) for name, rows in tables.items()})
+    def log(self, entry: Entry, tables: Tables) -> None:
+        self._wandb_run.log(entry | {name: self._table(rows) for name, rows in tables.items()})
         self._save_checkpoints()
 
-    def end(self, summary: Record | None, crash: str | None) -> None:
+    def end(self, summary: Entry | None, crash: str | None) -> None:
         run, config = self._wandb_run, self._run.config
         self._save_checkpoints()
         if crash:
@@ -112,7 +112,7 @@ class WandbPart(Risky):
         run.finish(exit_code=0 if summary and not crash else 1)
 
     def abandon(self) -> None:
-        """Kill W&B's service, whatever its state: this process could not end while one hangs."""
+        """Kill W&B's processes: this one could not exit while one of them hangs."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.name().startswith(SERVICE):
@@ -121,22 +121,22 @@ class WandbPart(Risky):
             self._wandb.teardown()
 
     def _save_checkpoints(self) -> None:
-        """Record the checkpoints that have appeared since the last call."""
+        """Log the checkpoints that have appeared since the last call."""
         config = self._run.config
         for checkpoint in reversed(list_checkpoints(config.folder / "checkpoints")):
-            if checkpoint in self._recorded:
+            if checkpoint in self._logged:
                 continue
-            self._recorded.add(checkpoint)
+            self._logged.add(checkpoint)
             alias = f"step-{step_of(checkpoint)}"
             with contextlib.suppress(FileNotFoundError, ValueError):  # W&B's: it was deleted meanwhile
                 self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, alias)
 
     def _save_folder(self, folder: Path, kind: str, how: Keep, *aliases: str) -> None:
-        """Record a folder as an artifact, which W&B calls `latest` too."""
+        """Log a folder as an artifact with the alias `latest`."""
         if how == "no":
             return
         artifact = self._wandb.Artifact(f"{kind}-{self._id}", kind)
-        if how == "copy":  # uploaded from where it is: a copy of W&B's own would fill the disk
+        if how == "copy":  # upload it from where it is: W&B's own copy would fill the disk
             artifact.add_dir(str(folder), skip_cache=True, policy="immutable")
         else:
             artifact.add_reference(folder.absolute().as_uri(), checksum=False)

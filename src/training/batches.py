@@ -1,8 +1,8 @@
-"""Which process sees which example at which step.
+"""Decide which process sees which example at which step.
 
-The order of the data is a function of the seed and the epoch alone, and a global batch holds the same examples
-however many processes share it. Nothing is padded, repeated or dropped: the last batches are smaller, and a process
-that has no example left computes on a dummy batch of weight 0, because FSDP's forward and backward are collective.
+The order of the data is a function of the seed and the epoch alone, and a global batch holds the same examples on any
+number of processes. Nothing is padded, repeated or dropped: the last batches are smaller, and a process without an
+example left computes on a dummy batch of weight 0, because FSDP's forward and backward are collective.
 """
 
 import math
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import recursively_apply, send_to_device
-from torch import Tensor
 
 from src.config.config import Config
 from src.config.terminal import bar
@@ -27,40 +26,40 @@ from src.training.run import Run
 from src.training.workers import load_in_workers
 
 EVALUATION_FACTOR = 4
-"""Micro-batches that are evaluated at once: no activations are kept for a backward pass."""
+"""Evaluation batches are this many times larger: no activations are kept for a backward pass."""
 
 
 class MicroBatch(NamedTuple):
-    """What one process passes through the model at once."""
+    """The examples that one process passes through the model at once."""
 
     data: Any
-    """The batch that the task's `collate` returned, on the device."""
+    """The batch as the task's `collate` returned it, on the device."""
     num_examples: int
-    """Examples in it; 0 if it is a dummy."""
+    """Number of examples; 0 for a dummy."""
     counts: Counts
-    """What `Task.count` counts in it; a dummy's are those of the example that stands in, and `weight` cancels them."""
+    """What `Task.count` counts. A dummy's are those of its stand-in example; `weight` cancels them."""
 
     @property
     def weight(self) -> float:
-        """Return 1.0, or 0.0 for a dummy."""
+        """Return 0.0 for a dummy, otherwise 1.0."""
         return 1.0 if self.num_examples else 0.0
 
 
 STOP_REQUESTS = "stop_requests"
-"""Name among the counts of a step: the processes that were asked to stop."""
+"""Name of an entry in a step's counts: how many processes were asked to stop."""
 Steps = Iterator[list[MicroBatch]]
-"""This process's micro-batches of each optimizer step."""
+"""This process's micro-batches for each optimizer step."""
 TrainStep = Callable[[Run, list[MicroBatch], Counts], StepResult]
 """The type of train_step in train.py."""
 
 
 @dataclass(frozen=True)
 class ShardedBatchSampler:
-    """One process's part of each chunk of micro_batch_size x data_size examples: every data_size-th. Iterating yields
-    lists of indices, one per micro-batch."""
+    """Deals a process its shard of each chunk of micro_batch_size x data_size examples: every data_size-th. Iterating
+    yields a list of indices per micro-batch."""
 
     order: Indices
-    """Indices into the dataset in the order of a single process."""
+    """Indices into the dataset, in the order in which a single process would read them."""
     global_batch_size: int
     """Examples per step, over all processes and micro-batches."""
     micro_batch_size: int
@@ -68,45 +67,45 @@ class ShardedBatchSampler:
     data_size: int
 
     def steps(self) -> Iterator[list[Indices]]:
-        """Yield this process's indices for each step, an array per micro-batch: the same number on all processes."""
-        # what all processes together pass through the model at once
+        """Yield this process's indices for each step: an array per micro-batch, equally many on all processes."""
+        # the examples that all processes together pass through the model at once
         chunk_size = self.micro_batch_size * self.data_size
         for start in range(0, len(self.order), self.global_batch_size):
             batch = self.order[start : start + self.global_batch_size]
-            # The global batch is cut first and dealt out second, so that it holds the same examples on any number of
-            # processes. As it is dealt in turn, the shares of a smaller last batch differ by one example at most.
+            # Cut the global batch first and deal it out second, so that it holds the same examples on any number of
+            # processes. Dealing in turn, the shards of a smaller last batch differ by one example at most.
             chunks = [batch[i : i + chunk_size] for i in range(0, len(batch), chunk_size)]
             yield [chunk[self.data_rank :: self.data_size] for chunk in chunks]
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps():
             for indices in step:
-                # A process that skipped the forward pass would leave the others waiting in FSDP's all-gather. So one
-                # without an example left computes on a dummy, of which nothing counts. Any example will do; the last
-                # one is in the step's own window where data are streamed.
+                # If a process skipped the forward pass, the others would hang in FSDP's all-gather. So a process
+                # without an example left computes on a dummy, which counts for nothing. Any example will do; the last
+                # one is sure to be in the step's window when data are streamed.
                 yield np.asarray(indices).tolist() or [int(self.order[-1])]
 
 
 def epoch_seed(config: Config, epoch: int, *purpose: int) -> list[int]:
-    """Return the seed of an epoch's random numbers, the same on any number of processes. Each `purpose` has its own."""
-    # numpy mixes the numbers of a list: their sum would give seed 1, epoch 0 the order of seed 0, epoch 1
+    """Return the seed of an epoch's random numbers, the same on any number of processes, for each `purpose` another."""
+    # numpy hashes the list: with the sum of its numbers, seed 1, epoch 0 would have the order of seed 0, epoch 1
     return [config.seed, epoch, *purpose]
 
 
 def epoch_order(run: Run, epoch: int, done: int) -> Indices:
-    """Return the order of an epoch's examples, without those of its first `done` steps."""
+    """Return the order of an epoch's examples, without those of the first `done` steps."""
     config = run.config
-    # From seed and epoch alone: a checkpoint needs no state of a sampler, only the step, and another number of
-    # processes sees the same batches. A global generator would depend on what else had drawn from it.
+    # Derived from seed and epoch alone: a checkpoint needs no sampler state, only the step, and any number of processes
+    # sees the same batches. A global generator would depend on everything else that draws from it.
     random = np.random.default_rng(epoch_seed(config, epoch))
     order = config.task.order(run.train_set, random, config.global_batch_size)
-    # a slice, so that a resume at 99% of an epoch starts as fast as one at 1% (docs/figures.md)
+    # a slice: a resume at 99% of an epoch starts as fast as one at 1% (docs/figures.md)
     return order[done * config.global_batch_size :]
 
 
 def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
-    """Return this process's micro-batches of each optimizer step after `first` steps, up to and including `last` (None:
-    the run's last one). Nothing is replayed."""
+    """Return this process's micro-batches for each optimizer step after step `first`, up to and including step `last`
+    (None: the run's last one). Nothing is replayed."""
     if last is None:
         last = run.total_steps
     return _on_device(run, _training_steps(run, first, last))
@@ -119,7 +118,7 @@ def _training_steps(run: Run, first: int, last: int) -> Steps:
         # only the first epoch after a resume begins in its middle, with `done` > 0
         epoch, done = divmod(step, run.steps_per_epoch)
         order = epoch_order(run, epoch, done)
-        # a purpose of its own (1): augmentation is not correlated with the order
+        # a purpose of its own (1), so that augmentation is independent of the order
         augmented = config.task.augmented(run.train_set, epoch_seed(config, epoch, 1))
         rest_of_epoch = _load(run, augmented, order, *sizes, epoch)
         for micro_batches in islice(rest_of_epoch, last - step):
@@ -128,10 +127,10 @@ def _training_steps(run: Run, first: int, last: int) -> Steps:
 
 
 class CountedSteps:
-    """Iterate over the steps, each with the counts over the micro-batches of all processes.
+    """Iterates over the steps, each with the counts summed over all processes.
 
-    The loss is divided by the targets of all processes, so each must know their number before its first backward pass.
-    Asking then would hold all of them up: the counts are summed while they compute the step before.
+    The loss is divided by the targets of all processes, so their number must be known before the first backward pass.
+    An all-reduce just then would stall every process: the counts are summed during the step before.
     """
 
     def __init__(self, steps: Steps, stop: StopSignal) -> None:
@@ -139,55 +138,55 @@ class CountedSteps:
         self._begin_next()
 
     def __next__(self) -> tuple[list[MicroBatch], Counts]:
-        """Return the next step's micro-batches on this process, and the counts over those of all. Collective."""
+        """Return this process's micro-batches for the next step, and the counts over all processes. Collective."""
         micro_batches, counts = self._upcoming, dict(self._summed())
         del counts[STOP_REQUESTS]
-        # before this step is computed, so that the all-reduce, and on a GPU the loading, overlap with it
+        # begin before this step is computed, so that the all-reduce (and on a GPU the loading) overlaps with it
         self._begin_next()
         return micro_batches, counts
 
     def is_stop_requested(self) -> bool:
-        """Return whether a process was asked to stop before the latest step began: the same on all. Collective."""
+        """Return whether any process was asked to stop before the latest step began: all agree. Collective."""
         return self._summed()[STOP_REQUESTS] > 0
 
     def _begin_next(self) -> None:
-        # after the last step there are no batches, and nothing is counted
+        # after the last step there are no batches and nothing to count
         self._upcoming = next(self._steps, [])
         counts: Counts = {}
         for batch in self._upcoming:
             for name, number in batch.counts.items():
                 counts[name] = counts.get(name, 0.0) + batch.weight * number
-        # requests to stop travel along, for no all-reduce of their own
+        # requests to stop share the all-reduce
         self._summed = self._stop.sums.begin({**counts, STOP_REQUESTS: float(self._stop.requested)})
 
 
 def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
-    """Yield this process's part of the evaluation set, in order."""
+    """Yield this process's shard of the evaluation set, in order."""
     size = EVALUATION_FACTOR * run.config.forward_batch_size(run.data_size)
     global_batch_size = size * run.data_size
     # never shuffled: gather_in_order in evaluation.py relies on the order of the dataset
     order = range(len(run.eval_set))
     batches = _on_device(run, _load(run, run.eval_set, order, global_batch_size, size))
     total = math.ceil(len(order) / global_batch_size)
-    # a step of one micro-batch: nothing is accumulated
+    # each step is a single micro-batch
     for (batch,) in bar("batches evaluated", iterable=batches, total=total):
         yield batch
 
 
 def examples_seen(run: Run, step: int) -> int:
     """Return the number of training examples in the first `step` optimizer steps, over all processes."""
-    # not step x global batch: the last batch of each epoch may be smaller
+    # not step x global_batch_size: the last batch of each epoch may be smaller
     epochs, steps = divmod(step, run.steps_per_epoch)
     return epochs * len(run.train_set) + steps * run.config.global_batch_size
 
 
-def fetch(task: Task, dataset: Any, indices: list[int]) -> Any:
-    """Return a batch of these examples."""
+def fetch_batch(task: Task, dataset: Any, indices: list[int]) -> Any:
+    """Return these examples, collated."""
     return task.collate(samples(dataset, indices))
 
 
-def micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
-    """Return what the task has collated as a micro-batch."""
+def to_micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
+    """Return a collated batch as a micro-batch."""
     return MicroBatch(data, num_examples, task.count(data))
 
 
@@ -207,55 +206,51 @@ def _load(
         run.data_rank,
         run.data_size,
     )
-    # no DataLoader: what it adds to each batch takes as long as a small model's step
-    batches: Iterator[Any] = (fetch(config.task, dataset, indices) for indices in sampler)
+    # no DataLoader: its overhead per batch takes as long as a small model's step
+    batches: Iterator[Any] = (fetch_batch(config.task, dataset, indices) for indices in sampler)
     if config.num_workers > 0:
         batches = load_in_workers(config, dataset, sampler, run.data_rank, epoch)
-    # the sampler runs twice, for the indices of the batches and for their number in a step: both are lazy and cheap
+    # the sampler is iterated twice, for the batches and for how they make up steps: both are lazy and cheap
     for step in sampler.steps():
-        # without indices the batch is a dummy: it has examples, but none that count
-        yield [micro_batch(config.task, next(batches), len(indices)) for indices in step]
+        # without indices the batch is a dummy: it has an example, but that counts for nothing
+        yield [to_micro_batch(config.task, next(batches), len(indices)) for indices in step]
 
 
 def _on_device(run: Run, steps: Steps) -> Steps:
     """Return the steps with their data on the device. On a GPU, a thread collates and copies the next step's data while
-    the device is at work on the step before."""
-    # a CPU needs no copy, and the cores that would collate in the background are those that compute
+    the device computes."""
+    # a CPU needs no copy, and collating in the background would take cores from computing
     if run.device.type == "cpu":
         return steps
-    copied = map(partial(_copy, device=run.device), steps)
+    copied = map(partial(_copy_step, device=run.device), steps)
     if run.config.cuda_graphs:
-        # a replay takes 0.17 ms of the host's time (docs/gpu.md), less than a second thread waits for its turn
+        # a replay takes the host 0.17 ms (docs/gpu.md), less than a second thread waits for the interpreter
         return copied
-    # 10.3 ms a step in place of 12.2, where collating 4 x 4,096 packed tokens takes 2.0 (docs/figures.md)
+    # 10.3 ms a step instead of 12.2, where collating 4 x 4,096 packed tokens takes 2.0 ms (docs/figures.md)
     return in_background(copied)
 
 
-def _copy(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
-    # Each thread has a current device of its own, which starts as the first GPU. A single process's device has no
-    # index, and torch refuses to set one without.
+def _copy_step(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    # Each thread has its own current device, initially the first GPU. The device of a single process has no index, and
+    # torch refuses to set that.
     if device.index is not None:
         torch.accelerator.set_device_index(device)
     copied = []
     for batch in step:
         data = batch.data
         if device.type == "cuda":
-            # A copy from pageable memory makes the host wait for the device; only from pinned memory is it merely
-            # queued. The allocator of pinned memory does not hand it out again before the copy is done.
-            data = recursively_apply(_pinned, data)
-        # queued on the stream that the kernels run on: they need no event to find the data complete
+            # A copy from pageable memory blocks the host; one from pinned memory is only queued. The pinned allocator
+            # does not reuse the memory before the copy is done.
+            data = recursively_apply(lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor, data)
+        # queued on the stream of the kernels, which need no event to wait for the data
         data = send_to_device(data, device, non_blocking=True)
         copied.append(batch._replace(data=data))
     return copied
 
 
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory() if tensor.is_cpu else tensor
-
-
 def in_background(items: Iterator[Any]) -> Iterator[Any]:
-    """Yield the items, each made by another thread while the caller works on the one before."""
-    # one ahead is enough: the device computes one step while the host makes the next, and memory holds two
+    """Yield the items. A thread makes each one while the caller works on the one before."""
+    # one ahead is enough: the device computes one step while the host prepares the next, and memory holds only two
     with ThreadPoolExecutor(1) as thread:
         upcoming = thread.submit(next, items, None)
         while (item := upcoming.result()) is not None:

@@ -1,4 +1,4 @@
-"""Evaluation: the one loop over batches that training, --check and the tools share, and its results in order."""
+"""Evaluate: one loop over batches for training, --check and the tools, and its results in the dataset's order."""
 
 import math
 from collections.abc import Iterable
@@ -12,25 +12,25 @@ from torch.utils.data import BatchSampler
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Metrics, Task, Tensors
 from src.tasks.task_checks import require_right
-from src.training.batches import MicroBatch, fetch, micro_batch
+from src.training.batches import MicroBatch, fetch_batch, to_micro_batch
 from src.training.gradients import float64_zeros
 from src.training.run import Run
 
 
 class Evaluation(NamedTuple):
-    """What one evaluation found."""
+    """The results of one evaluation."""
 
     metrics: Metrics
-    """Values by name, eval/…."""
+    """Values by name: eval/…."""
     outputs: Tensors
     """The outputs that Task.tables makes tables from."""
 
 
 class Scores(NamedTuple):
-    """What the evaluation of some batches gives."""
+    """The results of evaluating some batches."""
 
     totals: Tensor
-    """The loss summed, its targets and the examples; shape (3,), float64, on the device."""
+    """Sum of the loss, number of targets, number of examples; shape (3,), float64, on the device."""
     outputs: Tensors
     """The outputs of Task.evaluate for each example, by name; shape (examples, ...)."""
 
@@ -43,26 +43,26 @@ def evaluate_batches(
     device: torch.device,
     stop: StopSignal | None = None,
 ) -> Scores | None:
-    """Return the scores of this process's batches; None if told to stop meanwhile."""
-    # Sums and counts, as a mean of batch means is wrong where the last batch is smaller. In float64: fp32 would stop
-    # counting at 2**24, 16.8 million. On the device, until one reduction at the end: the loop is 5 times as fast as
-    # with a gather for each batch (docs/figures.md).
+    """Return the scores of this process's batches, or None if the run was stopped meanwhile."""
+    # Sum and count: a mean of batch means is wrong if the last batch is smaller. Use float64, as fp32 stops counting at
+    # 2**24, 16.8 million. Stay on the device until one all-reduce at the end: that is 5 times as fast as gathering each
+    # batch (docs/figures.md).
     totals = float64_zeros(3, device)
-    # views: what is added to them is added to `totals`
+    # views into `totals`
     loss_sum, targets, examples = totals.unbind()
     outputs: dict[str, list[Tensor]] = {}
     for batch in batches:
-        # also in the middle, as the launcher kills its processes 30 s after SIGTERM
+        # don't wait for the last batch: the launcher kills its processes 30 s after SIGTERM
         if stop and stop.any_requested():
             return None
         found = task.evaluate(model, batch.data)
         require_right(task, "evaluate", found)
         loss, batch_outputs = found
-        # a dummy batch, of weight 0, is only there because FSDP's forward pass is collective
+        # a dummy batch has weight 0: it is only there because FSDP's forward pass is collective
         loss_sum += loss * batch.weight
         targets += batch.counts["targets"] * batch.weight
         examples += batch.num_examples
-        # nothing of a dummy; all of any other batch
+        # keep nothing of a dummy, and all of any other batch
         for name, output in batch_outputs.items():
             outputs.setdefault(name, []).append(output[: batch.num_examples])
     joined = {name: torch.cat(of_batches) for name, of_batches in outputs.items()}
@@ -72,48 +72,47 @@ def evaluate_batches(
 def evaluate_alone(
     task: Task, model: nn.Module, dataset: Examples, batch_size: int, device: torch.device
 ) -> tuple[float, Tensors]:
-    """Evaluate by this process alone, as --check and `python -m src.tools.evaluate` do. Return the mean loss over the
-    targets of the whole dataset, and by name what Task.evaluate returned for each example, on the CPU."""
-    # in the dataset's order; `evaluation_batches` would need a Run, which a tool has not
+    """Evaluate on this process alone, as --check and `python -m src.tools.evaluate` do. Return the mean loss over the
+    targets of the whole dataset, and the outputs of Task.evaluate by name, on the CPU."""
+    # in the dataset's order; `evaluation_batches` needs a Run, which the tool does not have
     parts = BatchSampler(range(len(dataset)), batch_size, drop_last=False)
-    batches = (micro_batch(task, fetch(task, dataset, part), len(part)) for part in parts)
+    batches = (to_micro_batch(task, fetch_batch(task, dataset, part), len(part)) for part in parts)
     on_device = (batch._replace(data=send_to_device(batch.data, device)) for batch in batches)
     scores = evaluate_batches(task, model, on_device, device)
-    # None only where a StopSignal ends it
-    assert scores
+    assert scores  # None only if a StopSignal ends it
     loss_sum, targets, _ = scores.totals.tolist()
     return loss_sum / max(targets, 1), {name: output.cpu() for name, output in scores.outputs.items()}
 
 
 def gather_in_order(run: Run, outputs: Tensor, num_examples: int) -> Tensor:
-    """Return per-example outputs of all processes, in the order of the dataset, on the CPU; of those that share an
-    example, the sum. Collective.
+    """Return the per-example outputs of all processes in the dataset's order, on the CPU. If several processes share an
+    example, return the sum of theirs. Collective.
 
     Args:
-        outputs: those of this process's `evaluation_batches`; shape (share, ...).
-        num_examples: how many examples the dataset has, and so the length of what is returned.
+        outputs: those of this process's `evaluation_batches`; shape (shard, ...).
+        num_examples: length of the dataset, and so of the result.
     """
-    largest_share = math.ceil(num_examples / run.data_size)
-    # A gather takes equal sizes; shares are every data_size-th example, so that one is missing at most.
+    largest_shard = math.ceil(num_examples / run.data_size)
+    # A gather needs equal sizes. Each shard is every data_size-th example, so at most one row of padding is missing.
     # (Accelerate's gather_for_metrics only drops what its own DataLoader has repeated.)
-    missing = outputs.new_zeros(largest_share - len(outputs), *outputs.shape[1:])
+    missing = outputs.new_zeros(largest_shard - len(outputs), *outputs.shape[1:])
     padded = torch.cat([outputs, missing])
     gathered = run.accelerator.gather(padded).view(run.data_size, run.cp_size, *padded.shape)
-    # undoes the dealing out: the first example of each share, then the second, …, with the padding last
+    # undo the dealing: the first example of each shard, then the second, …, with the padding last
     in_order = gathered.sum(1, dtype=padded.dtype).transpose(0, 1).flatten(0, 1)
     return in_order[:num_examples].cpu()
 
 
 def metrics_everywhere(run: Run, loss: float, examples: int, outputs: Tensors) -> Metrics:
-    """Return the metrics of an evaluation, from what the main process knows, on all processes: they must decide alike
-    on early stopping and the best checkpoints. Collective."""
+    """Compute the metrics of an evaluation on the main process, and return them on all: they must agree on early
+    stopping and on the best checkpoints. Collective."""
     metrics = metrics_of(run.task, loss, examples, outputs) if run.is_main else {}
     (metrics,) = broadcast_object_list([metrics])
     return metrics
 
 
 def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> Metrics:
-    """Return the metrics of an evaluation, by the names that metrics.jsonl has them under."""
+    """Return the metrics of an evaluation, by their names in metrics.jsonl."""
     of_task = task.metrics(outputs)
     require_right(task, "metrics", of_task)
     found = {"loss": loss, "examples": examples, **of_task}

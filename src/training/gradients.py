@@ -1,4 +1,4 @@
-"""From gradients to an update: their norm over all processes, scaling and clipping, and skipped steps."""
+"""Turn gradients into an update: their norm over all processes, scaling, clipping, and skipping non-finite steps."""
 
 import math
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ from src.training.run import Run
 
 
 def float64_zeros(shape: int | tuple[int, ...], device: torch.device) -> Tensor:
-    """Return zeros to add losses and counts to: float64, or float32 on MPS, which has no float64."""
-    # the order of adding differs with the number of processes; in float64 that is far below the rounding of a loss
+    """Return zeros for sums of losses and counts: float64, or float32 on MPS, which has no float64."""
+    # the order of summation differs with the number of processes; in float64 that is far below a loss's rounding
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def reducing(run: Run, is_last: bool) -> AbstractContextManager[None]:
-    """Return the context for a micro-batch's forward and backward pass, which decides whether gradients are reduced at
-    its end or only added up on this process."""
-    # DDP reduces them once, after the last micro-batch. FSDP would have to keep whole gradients in fp32 on each process
-    # until then, which fsdp_reduce_each_micro_batch=false accepts for fewer exchanges.
+    """Return the context for a micro-batch's forward and backward pass: gradients are all-reduced at its end, or only
+    accumulated on this process."""
+    # DDP reduces once, after the last micro-batch. Under FSDP that means holding full fp32 gradients on each rank until
+    # then, which fsdp_reduce_each_micro_batch=false accepts for fewer collectives.
     reduces_each = run.accelerator.is_fsdp2 and run.config.fsdp_reduce_each_micro_batch
     if is_last or reduces_each:
         return nullcontext()
@@ -33,40 +33,32 @@ def reducing(run: Run, is_last: bool) -> AbstractContextManager[None]:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return this process's shards of the gradients, or whole gradients if they are not sharded."""
+    """Return this process's shards of the gradients; whole gradients if they are not sharded."""
     return [to_local(p.grad) for p in parameters if p.grad is not None]
 
 
 def grad_norm(accelerator: Accelerator, gradients: list[Tensor]) -> Tensor:
-    """Return the L2 norm of the gradients of all processes, without waiting for the device.
-
-    Collective if they are sharded: else each process has all of them.
-
-    Args:
-        gradients: this process's.
-
-    Returns:
-        Shape (), float64 (on MPS float32), on the run's device.
-    """
-    # not clip_grad_norm_: under FSDP2 it returns a DTensor, which every process would have to gather before reading it
+    """Return the L2 norm of the gradients over all processes, without waiting for the device; shape (), float64 (on MPS
+    float32), on the run's device. `gradients` are this process's. Collective if they are sharded."""
+    # not clip_grad_norm_: under FSDP2 it returns a DTensor, which has to be gathered before it can be read
     squares = grad_square_sum(gradients).to(accelerator.device)
     if accelerator.is_fsdp2:
         # squares add up over shards, norms don't: one all-reduce of 8 bytes
         squares = accelerator.reduce(squares, "sum")
-        # under HSDP each shard is on several processes, and was counted as often
+        # under HSDP each shard is on several processes, and was counted that many times
         squares = squares / num_replicas(accelerator)
     return squares.sqrt()
 
 
 def grad_square_sum(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of the squares of all values; shape (), float64 (on MPS float32)."""
+    """Return the sum of the squares of all gradients; shape (), float64 (on MPS float32)."""
     device = gradients[0].device
     if device.type == "cpu":
-        # torch's norm of a million values is off by 5e-5 there, but its sum adds in pairs
+        # torch's norm of a million values is off by 5e-5 on a CPU, but its sum is pairwise
         squares = [gradient.square().sum() for gradient in gradients]
         return torch.stack(squares).double().sum()
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    # one kernel for all of them, where a norm each would launch as many as there are parameters
+    # one kernel for all of them; separate norms would launch one per parameter
     norms = torch._foreach_norm(gradients, 2, dtype=dtype)
     return torch.stack(norms).square().sum()
 
@@ -80,12 +72,12 @@ def scale_and_clip_(
     """Multiply the gradients by `scale`, in place, and clip them to a global L2 norm of `max_norm` if one is given.
 
     Args:
-        gradients: this process's part of them.
-        norm: L2, of all gradients over all processes, after scaling; shape (), on any device.
+        gradients: this process's shards.
+        norm: the L2 norm of all gradients over all processes, after scaling; shape (), on any device.
     """
-    # unscaling and clipping are one factor, so that the gradients are read and written once
+    # scale and clip by one factor, to read and write the gradients only once
     if max_norm is not None:
-        # 1e-6, as in torch's clip_grad_norm_; at most 1, so that small gradients stay as they are
+        # 1e-6 as in torch's clip_grad_norm_; at most 1, to leave small gradients alone
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, (clip * scale).to(gradients[0]))
     elif scale != 1:
@@ -93,42 +85,42 @@ def scale_and_clip_(
 
 
 def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
-    """Take the step, unless the gradients' norm, of shape (), is not finite. Then clear the gradients.
+    """Take the step unless the gradients' norm, of shape (), is non-finite. Then clear the gradients.
 
-    On a GPU a fused optimizer skips the step by itself; for others the host waits for the answer.
+    On a GPU a fused optimizer skips the step by itself; for others the host waits for the norm.
     """
-    # A NaN in one process's loss is in the norm of all, as gradients are reduced before it: they skip together, and
-    # nobody has to ask.
+    # Gradients are reduced before the norm is taken, so a NaN in one process's loss is in the norm of all: they skip
+    # together, without another collective.
     for optimizer in optimizers:
-        # torch's fused SGD reads momentum that its first step should have written, even if that was skipped: weights
-        # of 1e28 (docs/figures.md)
+        # torch's fused SGD reads momentum that its first step should have written, even if it skipped that step, and
+        # gets weights of 1e28 (docs/figures.md)
         needs_first_step = optimizer.defaults.get("momentum") and not optimizer.state
-        # on a CPU asking costs 0.3 µs, and found_inf 28 µs
+        # on a CPU reading the norm costs 0.3 µs, and found_inf 28 µs
         is_fused = optimizer.defaults.get("fused") and not norm.is_cpu and not needs_first_step
-        is_recorded = optimizer.param_groups[0].get("capturable") and optimizer.state
+        is_captured = optimizer.param_groups[0].get("capturable") and optimizer.state
         if is_fused:
-            # As torch.amp.GradScaler does it: the kernel reads found_inf on the device, and leaves weights and averages
-            # as they are. Offloaded parameters are on the CPU; the optimizer itself would copy it there without
-            # waiting, and might read it before it has arrived.
+            # As torch.amp.GradScaler does: the kernel reads found_inf on the device, and leaves weights and averages
+            # alone. Offloaded parameters are on the CPU: the optimizer itself would copy found_inf there without
+            # waiting, and might read it before it arrives.
             device = optimizer.param_groups[0]["params"][0].device
             optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
             optimizer.step()
-        elif is_recorded:
+        elif is_captured:
             _step_or_undo(optimizer, norm.isfinite())
         elif math.isfinite(norm):
             optimizer.step()
-        # also after a skipped step: the next one would add its gradients to the NaN
+        # after a skipped step too: the next one would add its gradients to the NaN
         optimizer.zero_grad()
 
 
 def _step_or_undo(optimizer: Optimizer, is_finite: Tensor) -> None:
-    """Take the step, and undo it on the device unless `is_finite`, of shape (): a graph cannot wait for the answer."""
-    # a copy of weights and state, which only the small models that graphs are for can afford
+    """Take the step, and undo it on the device unless `is_finite`, of shape (): a graph can't wait for the host."""
+    # a copy of weights and state is affordable for the small models that graphs are meant for
     changed = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     changed += [value for state in optimizer.state.values() for value in state.values()]
     before = [tensor.clone() for tensor in changed]
     optimizer.step()
-    # selected, not multiplied by 0: NaN times 0 is NaN
+    # select, don't multiply by 0: NaN times 0 is NaN
     for after, was in zip(changed, before, strict=True):
         torch.where(is_finite, after, was, out=after)
 

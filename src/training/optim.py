@@ -1,4 +1,4 @@
-"""Optimizers by name, and the learning rate as a function of the step."""
+"""Build optimizers by name, and compute the learning rate as a function of the step."""
 
 import math
 from collections.abc import Iterable
@@ -12,24 +12,24 @@ from src.config.groups import Optim
 
 
 class Schedule(NamedTuple):
-    """What the learning rate depends on, besides its settings."""
+    """The lengths that the learning rate depends on, besides its settings."""
 
     steps: int
-    """Optimizer steps that it spans."""
+    """Optimizer steps that the schedule spans."""
     steps_per_epoch: int
 
 
 def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
     """Return one optimizer; for muon two.
 
-    Muon takes the weight matrices except embeddings and the last layer, and adamw takes the rest, if any. Call it after
-    FSDP has sharded the model: optimizers hold references to the parameters, which sharding replaces.
+    Muon gets the weight matrices except embeddings and the last layer, and adamw the rest, if any. Call it after FSDP
+    has sharded the model: optimizers hold references to the parameters, which sharding replaces.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     hidden = hidden_matrices(model) if config.name == "muon" else set()
     rest = [p for p in trained if p not in hidden]
 
-    # biases and the scales of norms don't decay: zero is nothing special to them
+    # no weight decay for biases and the scales of norms, for which zero is not a natural value
     matrices = {
         "params": [p for p in rest if p.ndim >= 2],
         "weight_decay": config.weight_decay,
@@ -38,14 +38,14 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
         "params": [p for p in rest if p.ndim < 2],
         "weight_decay": 0.0,
     }
-    # torch refuses a group without parameters
+    # torch refuses empty groups
     groups: list[dict[str, Any]] = [g for g in (matrices, vectors) if g["params"]]
 
-    # No optimizer goes through Accelerate's `prepare`: its wrapper adds 116 µs to each step, for loss scales and
-    # accumulation, which train_step handles itself.
+    # Optimizers don't go through Accelerate's `prepare`: its wrapper costs 116 µs per step, for loss scaling and
+    # gradient accumulation, which train_step handles itself.
     match config.name:
         case "sgd":
-            # torch's fused SGD takes no DTensor: the host then waits for each step's norm, as for adadelta and muon
+            # torch's fused SGD takes no DTensors: the host then waits for each step's norm, as for adadelta and muon
             is_sharded = any(isinstance(p, DTensor) for p in trained)
             return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
@@ -58,47 +58,47 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
                     lr=config.lr,
                     weight_decay=config.weight_decay,
                     momentum=config.momentum,
-                    # updates of adamw's size, so that both share one learning rate
+                    # scale updates to adamw's size, so that both can use one learning rate
                     adjust_lr_fn="match_rms_adamw",
                 )
                 optimizers.append(muon)
             if groups:
-                # fused: one kernel for all parameters, which can leave a step out by itself
+                # fused: one kernel for all parameters, which can skip a step by itself
                 optimizers.append(AdamW(groups, lr=config.lr, betas=config.betas, fused=True))
             return optimizers
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the trained weight matrices between the embeddings and the last layer: those that Muon is for (Jordan et
+    """Return the trained weight matrices between the embeddings and the last layer, which Muon is meant for (Jordan et
     al. 2024, https://kellerjordan.github.io/posts/muon/)."""
     modules = [*model.modules()]
     ends: list[nn.Module] = [module for module in modules if isinstance(module, nn.Embedding)]
-    # the output layer, where a class or a token is a row of its own
+    # the output layer, in which each class or token has its own row
     ends += [module for module in modules if isinstance(module, nn.Linear)][-1:]
-    # peft wraps a layer, its `base_layer`, with what is trained beside it, such as the rows of new tokens
+    # peft wraps a layer (`base_layer`) and the weights trained beside it, such as the rows of new tokens
     at_ends = {p for module in modules if getattr(module, "base_layer", module) in ends for p in module.parameters()}
     matrices = {p for p in model.parameters() if p.requires_grad and p.ndim == 2}
-    # a single row or column is a vector in all but name
+    # a matrix with a single row or column is a vector
     return {p for p in matrices if min(p.shape) > 1} - at_ends
 
 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    constant: the peak; linear, cosine: from the peak to final_lr_ratio of it; step: times decay_factor every
-    decay_epochs epochs (torch's StepLR); one_cycle: cosine up from a 25th of the peak, cosine down (Smith & Topin 2018,
-    https://arxiv.org/abs/1708.07120, as torch's OneCycleLR); wsd: the peak, and only in the last decay_steps cosine
-    down to final_lr_ratio of it (Hu et al. 2024, https://arxiv.org/abs/2404.06395, as transformers' get_wsd_schedule).
-    All but one_cycle warm up linearly.
+    constant: stay at the peak. linear, cosine: fall from the peak to final_lr_ratio of it. step: multiply by
+    decay_factor every decay_epochs epochs (torch's StepLR). one_cycle: rise from a 25th of the peak and fall, both as a
+    cosine (Smith & Topin 2018, https://arxiv.org/abs/1708.07120; torch's OneCycleLR). wsd: stay at the peak until the
+    last decay_steps, then fall as a cosine to final_lr_ratio of it (Hu et al. 2024, https://arxiv.org/abs/2404.06395;
+    transformers' get_wsd_schedule). All but one_cycle warm up linearly.
     """
-    # No scheduler: a function of the step has no state to save, and can't be stepped too often, as Accelerate does with
-    # a prepared scheduler: num_processes times a step (accelerate#2318).
+    # A function of the step instead of a scheduler: it has no state to save and can't be stepped too often. (Accelerate
+    # steps a prepared scheduler num_processes times per step: accelerate#2318.)
     warmup = config.warmup_steps
     if warmup < 1:
-        # a share of the schedule
+        # a fraction of the schedule
         warmup = round(warmup * schedule_steps)
     if step < warmup:
-        # + 1: a learning rate of 0 would waste the first step
+        # step + 1: a learning rate of 0 would waste the first step
         rise = (step + 1) / warmup
         if config.schedule == "one_cycle":
             rise = _cosine(1 / 25, 1, rise)
@@ -113,7 +113,7 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
         case "cosine" | "one_cycle":
             return config.lr * _cosine(1, config.final_lr_ratio, progress)
         case "step":
-            # 1e-9: a quotient that should be whole may come out just below
+            # 1e-9: a quotient that should be whole may be rounded down
             decays = math.floor(step / steps_per_epoch / config.decay_epochs + 1e-9)
             return config.lr * config.decay_factor**decays
         case "wsd":
@@ -128,7 +128,7 @@ def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
     """Set the learning rate of all parameter groups."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # training/cuda_graph.py sets a tensor, as a recorded step would repeat a number
+            # training/cuda_graph.py sets a tensor itself: a captured step would repeat a float
             if not isinstance(group["lr"], Tensor):
                 group["lr"] = lr
 

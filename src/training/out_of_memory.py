@@ -1,4 +1,4 @@
-"""One line for a GPU that is out of memory: what held it, and the changes that would help most."""
+"""Explain in one line why a GPU ran out of memory: what held it, and which changes would save the most."""
 
 import contextlib
 import inspect
@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 from src.config.errors import UserError
-from src.training.blocks import repeating_blocks
 from src.training.gradients import local_gradients, to_local
 from src.training.run import Run
+from src.training.transforms import repeating_blocks
 
 GB = 1e9
 PLAN = Path(__file__).parents[1] / "tools" / "plan"
-"""Where the plan is, unless a copy leaves it out."""
-HINT = "python -m src.tools.plan -- with the same settings says what fits"
+"""Folder of the plan, unless this copy leaves it out."""
+HINT = "to see what fits: python -m src.tools.plan -- SETTINGS"
 
 
 @contextlib.contextmanager
 def explaining_memory(phase: str, run: Run | None = None) -> Iterator[None]:
-    """Turn the error of a GPU that is out of memory, in this phase of a run, into a UserError. It keeps its traceback
-    too where the task's own file asked for the memory."""
+    """Turn a GPU's out-of-memory error in this phase of a run into a UserError. If the task's own file allocated the
+    memory, keep the traceback too."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        if hasattr(error, "__notes__"):  # it has been explained, by an inner phase
+        if hasattr(error, "__notes__"):  # an inner phase has explained it
             raise
         free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()  # CUDA's own, and other processes'
-        line = f"out of memory in the {phase}, on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} of it outside torch"
+        outside = total - free - torch.cuda.memory_reserved()  # of CUDA itself and of other processes
+        line = f"out of memory in the {phase}, on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} GB outside torch"
         line += _explain(run) if run else ""
         if PLAN.is_dir():
             line += f"; {HINT}"
@@ -43,7 +43,7 @@ def explaining_memory(phase: str, run: Run | None = None) -> Iterator[None]:
 
 
 def tensors_of(run: Run) -> dict[str, list[Tensor]]:
-    """Return what this process holds of parameters, gradients and optimizer, by these names."""
+    """Return this process's tensors by what they are: `parameters`, `gradients` and `optimizer`."""
     states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
     return {
         "parameters": [to_local(parameter) for parameter in run.parameters],
@@ -53,7 +53,7 @@ def tensors_of(run: Run) -> dict[str, list[Tensor]]:
 
 
 def _explain(run: Run) -> str:
-    """Return what held the memory, and what the three most useful changes would save of it."""
+    """Return what held the memory, and the three changes that would save the most."""
     held = {name: sum(t.nbytes for t in of if t.is_cuda) for name, of in tensors_of(run).items()}
     state = sum(held.values())
     held["activations"] = rest = torch.cuda.max_memory_allocated() - state
@@ -75,4 +75,4 @@ def _explain(run: Run) -> str:
     saves["PYTORCH_ALLOC_CONF=expandable_segments:True"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     most = sorted(saves.items(), key=lambda item: -item[1])[:3]
     holds = ", ".join(f"{name} {size / GB:.1f}" for name, size in held.items())
-    return f": {holds}; what helps: " + ", ".join(f"{name} ({size / GB:.1f} GB)" for name, size in most)
+    return f": {holds}; what would help: " + ", ".join(f"{name} ({size / GB:.1f} GB)" for name, size in most)

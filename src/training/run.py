@@ -1,4 +1,4 @@
-"""One run, as `build` in train.py has prepared it; its data and its model."""
+"""The run that `build` in train.py puts together, and its data and model."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -33,15 +33,15 @@ from src.training.transforms import transform
 
 @dataclass(kw_only=True)
 class Run:
-    """What fit, train_step, evaluate and the checks work on."""
+    """Everything that fit, train_step, evaluate and the checks work on."""
 
     config: Config
     accelerator: Accelerator
     launch: Launch
     store: Any
-    """Where its checkpoints are: a Store of src/checkpoint/store.py."""
+    """The store of its checkpoints: a Store of src/checkpoint/store.py."""
     resume: ResumePoint
-    """The checkpoint that it continues from, if there is one."""
+    """Where it resumes, if it does."""
     model: nn.Module
     """The model as prepared: wrapped in DDP, or sharded."""
     optimizers: list[Optimizer]
@@ -49,12 +49,12 @@ class Run:
     train_set: Examples
     eval_set: Examples
     origin: Origin
-    """What it came from, which each checkpoint records."""
+    """The inputs of the run, which each checkpoint saves."""
     facts: dict[str, Any]
-    """Facts about model and data, for summary.json and the start-up summary."""
+    """Facts about model and data, for summary.json and the startup summary."""
 
     def __post_init__(self) -> None:
-        # bf16 has fp32's range: only fp16's smallest numbers are larger than some gradients
+        # only fp16 needs loss scaling: bf16 has fp32's range
         if not self.is_fp16:
             self.progress.loss_scale = 1.0
 
@@ -76,17 +76,17 @@ class Run:
 
     @property
     def cp_size(self) -> int:
-        """Return how many processes share each sequence."""
+        """Return the number of processes that share each sequence."""
         return context_parallel(self.accelerator).size
 
     @property
     def data_rank(self) -> int:
-        """Return which share of the examples is dealt to this process, and to those that it shares sequences with."""
+        """Return which shard of the examples this process gets. Processes that share sequences get the same one."""
         return self.rank // self.cp_size
 
     @property
     def data_size(self) -> int:
-        """Return into how many shares the examples are dealt."""
+        """Return the number of shards into which examples are dealt."""
         return self.world_size // self.cp_size
 
     @property
@@ -99,7 +99,7 @@ class Run:
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """Return the model's parameters; cached, as walking through the modules takes longer than a small update."""
+        """Return the model's parameters; cached, as iterating over the modules takes longer than a small update."""
         return list(self.model.parameters())
 
     @cached_property
@@ -115,23 +115,23 @@ class Run:
         return Schedule(self.config.schedule_steps(len(self.train_set)), self.steps_per_epoch)
 
     def is_evaluation_due(self) -> bool:
-        """Return whether an evaluation is due after this step and has not been made yet."""
+        """Return whether an evaluation is due after this step and has not been done yet."""
         step = self.progress.step
         every = self.config.eval_every or self.steps_per_epoch
         is_due = step % every == 0 or step == self.total_steps
-        # a checkpoint holds the evaluation of its step, so that a resume doesn't repeat it
+        # a checkpoint holds its step's evaluation, so that a resume doesn't repeat it
         return is_due and step > self.progress.last_evaluated
 
     def is_save_due(self) -> bool:
-        """Return whether a checkpoint is due after this step, even if it is not the last one."""
+        """Return whether a checkpoint is due after this step, other than at the run's end."""
         if self.config.checkpoint.num_best > 0 and self.progress.step in self.progress.evaluations:
-            return True  # what was just evaluated may be the best so far
+            return True  # this evaluation may be the best so far
         return self.progress.step % self.config.save_every == 0
 
     def is_read_due(self) -> bool:
-        """Return whether the host needs this step's numbers now: until then, it doesn't wait for the device."""
-        # In fp16 that is each step, as the next one's loss scale depends on this one's norm. Before an evaluation or a
-        # save, so that too many bad steps end the run first, and a checkpoint's counters are complete.
+        """Return whether the host needs this step's results now, and has to wait for the device."""
+        # In fp16 always, as the next loss scale depends on this norm. Before an evaluation or a save, so that too many
+        # bad steps end the run first, and a checkpoint's counters are complete.
         return (
             self.is_fp16
             or self.progress.step == self.total_steps
@@ -141,7 +141,7 @@ class Run:
         )
 
     def is_log_due(self) -> bool:
-        """Return whether an interval ends with this step."""
+        """Return whether a logging interval ends with this step."""
         return self.progress.step % self.config.log_every == 0
 
 
@@ -152,74 +152,70 @@ def begin_task(config: Config, launch: Launch) -> Config:
 
 
 def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples]:
-    """Return the training set and the evaluation set. Raise a UserError if the latter has no target, or the former
-    makes the schedule too short."""
+    """Return the training set and the evaluation set. Raise a UserError if the evaluation set has no targets, or the
+    training set makes the schedule too short."""
     task = config.task
-    # the first process downloads and tokenizes, and the others find it done; one on each machine, as caches are on
-    # their disks
+    # the first process of each machine downloads and tokenizes, and the others read its cache
     with local_main_process_first(accelerator):
         datasets = task.build_datasets()
         require_right(task, "build_datasets", datasets)
     train_set, eval_set = datasets
     refuse(config.optim.decay_errors(config.schedule_steps(len(train_set))))
     each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
-    if not any(each):  # usually known from the first one
-        raise UserError("the data to evaluate on have nothing to predict: Task.count finds no targets in any of them")
+    if not any(each):  # the first example usually has one
+        raise UserError("the evaluation set has nothing to predict: Task.count finds no targets in it")
     task.state.cp = context_parallel(accelerator)  # from now on, a batch is this process's part of each example
     return train_set, eval_set
 
 
 def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accelerator) -> list[str]:
-    """Return what identifies the datasets, computed by the first process of each machine; nothing on the others.
+    """Return the datasets' fingerprints on the first process of each machine, and an empty list on the others.
     Collective.
 
     Raises:
-        UserError: a machine has other data than the first one; the same on all.
+        UserError: a machine has other data than the first one; raised on all processes.
     """
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(dataset) for dataset in datasets]
-    facts = dict(zip(("data to train on", "data to evaluate on"), fingerprints, strict=False))
+    facts = dict(zip(("training data", "evaluation data"), fingerprints, strict=False))
     refuse(machine_differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
     return fingerprints
 
 
 def on_device(config: Config, dataset: Examples, device: torch.device) -> Examples:
-    """Return the dataset in the device's memory, if it can be put there."""
+    """Return the dataset in the device's memory if it can be put there."""
     if config.num_workers > 0:
-        # processes that load data can't read the device's memory
+        # worker processes can't read the device's memory
         return dataset
-    # small data go to the device once and for all, so that no batch has to be copied
+    # a small dataset is copied to the device once, so that batches don't have to be
     to: Callable[[torch.device], Examples] | None = getattr(dataset, "to", None)
     return to(device) if to else dataset
 
 
 def described(task: Task, train_set: Examples, eval_set: Examples) -> dict[str, dict[str, float]]:
-    """Return what the task says of its data."""
+    """Return the task's figures about its data."""
     return {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
 
 
-def build_model(config: Config, accelerator: Accelerator, launch: Launch) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model that the run trains, and facts about it by name."""
+def prepare_model(config: Config, accelerator: Accelerator, launch: Launch) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the task's model, ready to train (compiled, wrapped in DDP or sharded), and facts about it by name."""
     model, facts, fill = new_model(config, accelerator.is_fsdp2)
     transform(model, config, accelerator)
     model = prepare(accelerator, model)
     if fill:
-        # built without weights and sharded since: each process fills its own shards
+        # built without weights, then sharded: each process loads only its own shards
         fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
     return model, facts
 
 
 def new_model(config: Config, is_sharded: bool = False) -> tuple[nn.Module, dict[str, Any], FillWeights | None]:
-    """Return the task's model, the same on all processes, facts about it by name and, if it has no weights yet, what
-    fills them in once it is sharded.
-
-    `is_sharded` says whether FSDP will shard the model.
-    """
+    """Return the task's model, the same on all processes, facts about it and, if it has no weights yet, the function
+    that fills them in once it is sharded. `is_sharded`: FSDP will shard it."""
     task = config.task
     fill = None
-    # All processes use the same seed, and so get the same weights: DDP would broadcast those of process 0 over all
-    # others; FSDP cuts each shard from its process's own.
+    # All processes use the same seed and so get the same weights: DDP would broadcast those of process 0, but FSDP cuts
+    # each process's shard from its own copy.
     set_seed(config.seed)
     if is_sharded and (empty := task.build_empty_model()):
         model, fill = empty

@@ -1,4 +1,4 @@
-"""What a run is: what it came from, the state that a checkpoint keeps, and what a run resumes from."""
+"""The state of a run: its origin, what a checkpoint saves, and what a run resumes from."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,34 +8,34 @@ from src.config.config import Config
 from src.training.progress import Progress
 
 FORMAT_VERSION = 4
-"""Add one with every change to the files, to RunState or to Progress: a checkpoint of another version is refused."""
+"""Increment with every change to the files, RunState or Progress. Checkpoints of other versions are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a run is made from. Each checkpoint records it, and a resume compares it with its own."""
+    """The inputs of a run. Each checkpoint saves them, and a resuming run compares them with its own."""
 
     settings: dict[str, Any]
     examples: int
-    """Number of examples to train on."""
+    """Number of training examples."""
     schedule_steps: int
     """Optimizer steps that the learning-rate schedule spans."""
     fingerprints: list[str]
-    """Those of the examples to train on and to evaluate on."""
+    """Fingerprints of the training set and the evaluation set."""
     data_state: dict[str, Any]
-    """What the task found out from its data."""
+    """What the task derived from its data."""
     frozen_norm: float
-    """L2 norm over the parameters that are not trained."""
+    """L2 norm of the frozen parameters."""
     strategy: str
     precision: str
     num_processes: int
     versions: dict[str, str]
-    """Those of the libraries whose arithmetic another version may round differently."""
+    """Versions of the libraries whose results may be rounded differently by another version."""
 
 
 @dataclass(kw_only=True)
 class RunState:
-    """What state.json holds."""
+    """The contents of state.json."""
 
     format_version: int = FORMAT_VERSION
     progress: Progress
@@ -43,22 +43,22 @@ class RunState:
     metrics_bytes: int = 0
     """Length of metrics.jsonl."""
     run_id: str | None = None
-    """The id by which trackers continue the run."""
+    """The id under which trackers resume the run."""
 
 
 @dataclass(kw_only=True)
 class ResumePoint:
-    """What a run continues from."""
+    """Where a run resumes."""
 
     checkpoint: Path | None = None
-    """Folder of the checkpoint; None: the run starts at its beginning."""
+    """Folder of the checkpoint; None: the run starts from scratch."""
     state: RunState | None = None
     notes: list[str] = field(default_factory=list)
-    """Lines that tell the user about the choice."""
+    """Lines that explain the choice to the user."""
     is_finished: bool = False
     """Whether there is nothing left to do."""
     command: str = ""
-    """The command that continues the run, if it is stopped."""
+    """The command that resumes the run once it is stopped."""
 
     @property
     def progress(self) -> Progress:
@@ -67,17 +67,17 @@ class ResumePoint:
 
     @property
     def summary(self) -> str:
-        """Return what the run continues from, in one line; empty if there is no checkpoint."""
+        """Return where the run resumes, in one line; empty if there is no checkpoint."""
         if not (state := self.state):
             return ""
         where = f"from {self.checkpoint}, saved under {state.origin.strategy} x {state.origin.num_processes}"
         return f"after step {state.progress.step:,}, {where}"
 
     def is_own(self, config: Config) -> bool:
-        """Return whether the checkpoint is of the run in this output folder, not of one that it branches off from."""
-        own = config.folder / "checkpoints"  # which may be a link to another disk
+        """Return whether the checkpoint is one of this output folder's run, not of another run that it branches off."""
+        own = config.folder / "checkpoints"  # may be a link to another disk
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == own.resolve()
 
     def own_state(self, config: Config) -> RunState | None:
-        """Return the state of the run in this output folder; None if it begins, or branches off from another one."""
+        """Return the saved state of this output folder's run; None if the run is new or branches off another one."""
         return self.state if self.is_own(config) else None

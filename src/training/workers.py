@@ -1,4 +1,4 @@
-"""Processes that load data while the training process computes (num_workers)."""
+"""Load data in worker processes while the training process computes (num_workers)."""
 
 import os
 import signal
@@ -19,15 +19,15 @@ from src.tasks.base import Examples, Task, samples
 
 @dataclass
 class Failure:
-    """What a worker returns in place of a batch where it finds a mistake: the training process raises it. (What is
-    raised in a worker reaches it as text, its traceback printed in the message.)"""
+    """Carries a user's mistake from a worker to the training process, which raises it. (An exception raised in a worker
+    would arrive as text, with the traceback in its message.)"""
 
     error: UserError | RunError
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches by their examples' indices, collated: the dataset of a DataLoader that does not batch by itself."""
+    """Collated batches by the indices of their examples: the dataset of a DataLoader that doesn't batch."""
 
     task: Task
     examples: Examples
@@ -47,7 +47,7 @@ def load_in_workers(
     Raises:
         RuntimeError: a worker died.
     """
-    # for what examples draw by themselves: another seed for each process and epoch
+    # seeds the random numbers that examples draw by themselves: different in each process and epoch
     seed = int(np.random.default_rng([config.seed, epoch, rank]).integers(2**63))
     loader: DataLoader[Any] = DataLoader(
         Batches(config.task, dataset),  # type: ignore[arg-type]  # torch's Dataset need not have a length
@@ -56,10 +56,10 @@ def load_in_workers(
         collate_fn=as_it_is,
         num_workers=config.num_workers,
         worker_init_fn=_ignore_signals,
-        # Without one, each iterator draws its workers' seed from torch's global generator, which dropout draws from: a
-        # resume in the middle of an epoch, which makes one iterator more, would then have other masks.
+        # Without a generator, each iterator draws its workers' seed from torch's global one, which dropout draws from
+        # too: a resume within an epoch, which makes one more iterator, would have other masks.
         generator=torch.Generator().manual_seed(seed),
-        # Python 3.14 would have a server fork them, which outlives this process, and they it
+        # Python 3.14's default, a fork server, would outlive this process, and so would its workers
         multiprocessing_context="fork" if sys.platform == "linux" else None,
     )
     try:
@@ -68,22 +68,22 @@ def load_in_workers(
                 raise batch.error
             yield batch
     except (ConnectionError, EOFError) as error:
-        # the dataset's own error: torch adds to its message which worker raised it
+        # the dataset's own error, to whose message torch adds which worker raised it
         if "DataLoader worker" in str(error):
             raise
-        # torch names a worker's death, except where it died while it handed over a batch
+        # torch reports a worker's death, unless it died while handing over a batch
         raise RuntimeError("a DataLoader worker died: was it killed for lack of memory?") from error
 
 
 def as_it_is(batch: Any) -> Any:
-    """Return the batch: torch would make tensors of what else is in it."""
+    """Return the batch unchanged, where torch would convert its contents to tensors."""
     return batch
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Keep a worker alive when the launcher or terminal signals the process group, as the training process still needs
-    it to finish its step and save. Have it end with that process."""
-    # the launcher forwards SIGTERM to the whole group of each process
+    """Protect a worker from signals to the process group: the training process needs it to finish its step and save.
+    Have it end with that process."""
+    # the launcher forwards SIGTERM to each process's whole group
     os.setpgid(0, 0)
-    # by the kernel, on Linux; elsewhere the worker itself notices, within 5 seconds
+    # the kernel sees to that on Linux; elsewhere the worker notices within 5 seconds
     end_with_parent(signal.SIGKILL)

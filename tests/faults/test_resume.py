@@ -167,7 +167,7 @@ def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Who
     assert (tmp_path / "alone" / "manifest.json").exists()
     before = contents(tmp_path)
     again = launch("ddp", *TINY, folder=folder).succeeded()
-    assert again.stdout.splitlines()[-1].endswith("finished: nothing to do; raise --epochs or --max_steps")
+    assert again.stdout.splitlines()[-1].endswith("has finished; to train longer, raise --epochs or --max_steps")
     assert contents(tmp_path) == before
 
 
@@ -209,8 +209,8 @@ def test_missing_random_numbers_are_a_loud_warning(launch: Launch, whole: Whole,
 
 def test_resuming_reads_no_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is cut off, not replayed. Tried with skipping batches instead: 8 are made."""
-    made = Mock(side_effect=batches.fetch)
-    monkeypatch.setattr(batches, "fetch", made)
+    made = Mock(side_effect=batches.fetch_batch)
+    monkeypatch.setattr(batches, "fetch_batch", made)
     config = run_settings(["--task.source=digits", *EPOCH])
     train_set, _ = config.task.build_datasets()
     facts = {"data_rank": 0, "data_size": 1, "steps_per_epoch": 8, "device": torch.device("cpu")}

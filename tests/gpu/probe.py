@@ -82,7 +82,7 @@ def main(result: str, *arguments: str) -> None:
     from src.distributed.stop import StopSignal
     from src.tracking.performance import Performance
     from src.training.batches import CountedSteps, evaluation_batches, training_steps
-    from src.training.cuda_graph import RecordedStep
+    from src.training.cuda_graph import CapturedStep
     from train import run_settings
 
     gpu = NullGpu()
@@ -103,7 +103,7 @@ def main(result: str, *arguments: str) -> None:
     found, milliseconds = [], []
     take_step: Any = train.train_step
     if run.config.cuda_graphs:
-        take_step = RecordedStep(run, train.train_step)
+        take_step = CapturedStep(run, train.train_step)
     stop = StopSignal(run.accelerator, run.config)
     steps = CountedSteps(training_steps(run, 0), stop)
     run.model.train()

@@ -128,7 +128,7 @@ def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, t
     Tried with warn_only=True: `Checkpoint` fails."""
     run = gpu("single_gpu", *text["llama"], "--check", launcher_arguments=BF16).succeeded()
     found = {row["what"]: row["result"] for row in json.loads((run.folder / "check.json").read_text())["checks"]}
-    assert found["losses and weights after a restart"] == "pass"
+    assert found["losses and weights after resuming"] == "pass"
 
 
 @needs_text
@@ -142,7 +142,7 @@ def test_attention_is_tried_with_heads_of_the_models_own_size(gpu: Launch, text:
     assert any(fact.startswith("sdpa attention (not varlen:") for fact in run.summary["tuned"])
 
 
-FULL = "out of memory in the load, on a GPU of 84.9 GB, 84.9 of it outside torch; "
+FULL = "out of memory in the load, on a GPU of 84.9 GB, 84.9 GB outside torch; "
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_a_machine_with_other_data_is_refused_by_all_in_the_same_words(launch: L
     assert run.exit_code == 2, run.stderr
     here = re.escape(socket.gethostname())
     (line,) = set(run.messages)
-    kind = "has data to train on [0-9a-f]+"
+    kind = "has training data [0-9a-f]+"
     assert re.fullmatch(rf"train\.py: machine 1 \({here}\) {kind}; machine 0 \({here}\) {kind}", line)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -53,7 +53,7 @@ def test_all_mistakes_in_the_words_are_named_at_once(starts: Tool, port: int) ->
     run = starts("--num_machines=2", "--num_processes=3")
     named = re.findall("machine.py: (.*?)[:=]", run.stderr)
     assert named == ["num_processes", "machine_rank", "main_process_ip is missing", "main_process_port is missing"]
-    assert starts(*two(port, rank=2)).stderr.startswith("machine.py: machine_rank=2 is none of 0 to 1")
+    assert starts(*two(port, rank=2)).stderr.startswith("machine.py: machine_rank=2 must be from 0 to 1")
     run = starts(*two(port, rank=1, config_file="no/such.yaml"))
     assert (run.exit_code, run.stderr.count("\n")) == (2, 1)
     assert run.stderr.startswith("machine.py: no/such.yaml: [Errno 2] No such file or directory")
@@ -62,7 +62,7 @@ def test_all_mistakes_in_the_words_are_named_at_once(starts: Tool, port: int) ->
 
 def test_a_taken_port_is_named_on_the_main_machine(starts: Tool, port: int) -> None:
     with socket.create_server(("127.0.0.1", port)):
-        assert f"main_process_port={port} is taken" in starts(*two(port, rank=0)).stderr
+        assert f"main_process_port={port} is in use" in starts(*two(port, rank=0)).stderr
 
 
 def test_a_mesh_must_have_as_many_processes(starts: Tool, port: int, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_finished_run_is_not_trained_again(cluster: Cluster, finished: Job) ->
     record = finished.run.records
     again = submit(cluster, finished.folder, *SETTINGS, wandb="offline", YAML=SINGLE)
     assert again.ended() == "COMPLETED"
-    assert "finished: nothing to do" in again.log
+    assert "this run has finished" in again.log
     assert finished.run.records == record
 
 

@@ -82,8 +82,8 @@ def test_the_continuation_is_printed_and_ends_at_the_models_limit(
 @pytest.mark.parametrize(
     ("template", "says", "begins", "goes_on"),
     [
-        (None, "no chat template: each line is continued by itself", "<|endoftext|>the", "<|endoftext|>of"),
-        (TEMPLATE, "a chat", "[user]the[a]", "[user]the[assistant]ANSWER[user]of[a]"),
+        (None, "no chat template: each line is completed by itself", "<|endoftext|>the", "<|endoftext|>of"),
+        (TEMPLATE, "chat (", "[user]the[a]", "[user]the[assistant]ANSWER[user]of[a]"),
     ],
 )
 def test_a_chat_has_its_history_and_lines_have_none(
@@ -115,7 +115,7 @@ def test_a_chat_has_its_history_and_lines_have_none(
     ("arguments", "says"),
     [
         (["--prompt="], "--prompt is empty"),
-        (["--prompt", "x" * 300], "301 tokens, with all that was said before, and the model sees at most 256"),
+        (["--prompt", "x" * 300], "the prompt and the chat so far have 301 tokens, but the model's limit is 256"),
         (["--prompt=x", "--temperature=-1"], "has to be a strictly positive float"),
     ],
 )

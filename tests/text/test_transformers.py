@@ -47,7 +47,7 @@ def test_packed_or_not_the_loss_of_the_same_documents_is_the_same(trained: Train
     sequences, more = (run.summary["data"]["train"]["sequences"] for run in (packed, apart))
     assert sequences < more / 2
     assert apart.summary["built_whole"]
-    assert "each process built all of it first" in apart.stdout
+    assert "each process built the whole model first" in apart.stdout
 
 
 def evaluated(model: PreTrainedModel, made: Path) -> float:

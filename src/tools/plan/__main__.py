@@ -1,7 +1,6 @@
 """Plan a run before renting GPUs: python -m src.tools.plan [--gpus 1 8 64] [--gpu h100] -- --config=FILE.yaml …
 
-What follows -- are the arguments of train.py. docs/plan.md says what is measured, what is estimated and what is left
-out.
+Everything after -- is passed to train.py. docs/plan.md says what is measured, what is estimated and what is left out.
 """
 
 import argparse
@@ -16,45 +15,39 @@ from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import environment_for
-from src.tools.plan.search import CP_YAML, YAMLS, changed, explore_all, setups
-from src.tools.plan.show import GB, best, recommendation, table, write
+from src.tools.plan.search import CP_YAML, YAMLS, explore_all, setups
+from src.tools.plan.show import GB, recommendation, table, write
 
 
 def main(argv: list[str]) -> None:
-    """Try the run under each strategy and number of GPUs, and say which is the cheapest that fits."""
+    """Try the run under each strategy and number of GPUs, and recommend the cheapest that fits."""
     split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser("python -m src.tools.plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8], help="numbers of GPUs: 1 2 4 8 16 64 256")
     parser.add_argument("--gpu", default="h100", help="name in src/tools/plan/gpus.yaml, or a FILE.yaml like it")
     parser.add_argument("--yamls", nargs="+", choices=[*YAMLS, CP_YAML], default=YAMLS, help="default: all but fsdp_cp")
-    parser.add_argument("--output", type=Path, default="plans", help="folder that the plan is written into")
+    parser.add_argument("--output", type=Path, default="plans", help="folder to write the plan into")
     options, arguments = parser.parse_args(argv[:split]), argv[split + 1 :]
     gpu = find_gpu(options.gpu)
     for gpus in options.gpus:
         if gpus < 1 or (gpus > gpu.gpus_per_machine and gpus % gpu.gpus_per_machine):
-            raise UserError(f"--gpus {gpus}: must be within a machine's {gpu.gpus_per_machine}, or a multiple of them")
+            raise UserError(f"--gpus {gpus}: must be at most {gpu.gpus_per_machine} (one machine) or a multiple of it")
     todo = [*setups(arguments, options.yamls, options.gpus, gpu)]
     if not todo:
-        raise UserError(f"--yamls {' '.join(options.yamls)}: not for --gpus {' '.join(map(str, options.gpus))}")
+        raise UserError(f"--yamls {' '.join(options.yamls)}: cannot run on --gpus {' '.join(map(str, options.gpus))}")
     if "NULL_GPU_GIB" not in os.environ:
         if reason := null_gpu.reason_to_skip():
-            hint = "the Dockerfile's image, on x86-64, has all that it needs"
-            raise UserError(f"a plan is measured on a null GPU, and {reason}: {hint}")
-        # the null GPU takes the place of CUDA's libraries before these are loaded
+            hint = "use the Dockerfile's image, on x86-64"
+            raise UserError(f"a plan is measured on a null GPU, but {reason}: {hint}")
+        # the null GPU has to take the place of CUDA's libraries before they are loaded
         os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment_for(gpu))
     config = load_config(arguments, TASKS)
-    print(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (measured without one: docs/plan.md)")
+    print(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (simulated: docs/plan.md)")
     rows = explore_all(todo)
-    if not best(rows, config):
-        most = max(options.gpus)
-        if config.task.splits_sequences:
-            rows += explore_all([of for of in setups(arguments, [CP_YAML], [most], gpu) if of not in todo])
-        largest = [row.setup for row in rows if row.measured and row.setup.gpus == most]
-        rows += explore_all([*changed(largest, config)])
     if not any(row.measured for row in rows):
         raise UserError("\n".join(dict.fromkeys(row.reason for row in rows)))
     print(table(rows, config), "", recommendation(rows, config), sep="\n")
-    print(f"written: {write(rows, config, options.output)}")
+    print(f"written to {write(rows, config, options.output)}")
 
 
 if __name__ == "__main__":

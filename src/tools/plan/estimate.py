@@ -1,4 +1,4 @@
-"""How long a step takes on a GPU, from the work that was counted. docs/plan.md says what this model leaves out."""
+"""Estimate how long a step takes on a GPU, from the counted work. docs/plan.md says what the model leaves out."""
 
 from typing import NamedTuple
 
@@ -6,26 +6,26 @@ from src.tools.plan.gpus import Gpu
 from src.tools.plan.measure import Measured
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
-"""What gpus.yaml calls the dtypes of products; all others are taken for fp32."""
+"""gpus.yaml's names for the dtypes of products; all others count as fp32."""
 BANDWIDTH_SHARE = 0.8
-"""What of the bandwidth of memory and links is reached."""
+"""Fraction of the bandwidth of memory and links that is reached."""
 LATENCY = {"within": 20e-6, "between": 50e-6}
-"""Seconds of a collective without data."""
+"""Seconds that a collective takes without data."""
 HOST_LINK = 25e9
 """Bytes per second between a GPU and its host."""
 HOST_MEMORY = 150e9
-"""Bytes per second that the processes of a machine read and write together in its memory."""
+"""Bytes per second of a machine's memory, over all its processes."""
 ADAMW_BYTES = 28
-"""What AdamW reads and writes for each parameter, in fp32."""
+"""Bytes that AdamW reads and writes per parameter, in fp32."""
 HIDDEN = {"ddp": 0.5}
-"""The share of a step's computing behind which communication hides, by strategy: DDP's, that of the backward pass, in
-which only the last buckets wait. All of it, where a block's weights are gathered while another one computes."""
+"""Fraction of a step's computing that communication can overlap with, by strategy. DDP's overlaps with the backward
+pass; FSDP's (1.0) with all of it, as one block's weights are gathered while another block computes."""
 COMPILED = 0.45
-"""What of the traffic of memory is left where elementwise kernels are compiled into one."""
+"""Fraction of the memory traffic that is left once elementwise kernels are fused by the compiler."""
 
 
 class Seconds(NamedTuple):
-    """Where the time of a step goes."""
+    """Where the time of a step goes, in seconds."""
 
     compute: float
     communication: float
@@ -34,15 +34,15 @@ class Seconds(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """Return what takes the most of it."""
+        """Return what takes most of the step."""
         if self.step == self.host:
             return "the host"
         return "communication" if self.communication > self.compute else "computing"
 
 
 def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Seconds:
-    """Return the seconds of a step: the larger of the host's time, and of computing and what communication takes beyond
-    that which hides behind it, and of all-to-alls, behind which nothing computes."""
+    """Return the seconds of a step: the host's, or those of the device if they are more. The device's are computing,
+    the communication that does not overlap with it, and all-to-alls, which overlap with nothing."""
     compute = 0.0
     for name, amount in measured.work.items():
         kind, _, dtype = name.partition(" flops ")
@@ -62,7 +62,7 @@ def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Se
 
 
 def _communication(work: dict[str, float], gpu: Gpu, kind: str) -> float:
-    """Return the seconds that collectives take: all of them, or those of a kind, such as "awaited "."""
+    """Return the seconds that collectives take: all of them, or only those of a kind, such as "awaited "."""
     seconds = 0.0
     for place, bandwidth in (("within", gpu.link_gb_s), ("between", gpu.network_gb_s)):
         seconds += work.get(f"{kind}sent {place}", 0) / (bandwidth * 1e9 * BANDWIDTH_SHARE)

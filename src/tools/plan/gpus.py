@@ -1,4 +1,4 @@
-"""The GPUs that a run is planned for: gpus.yaml, or a file of the user's."""
+"""The GPUs that a run can be planned for: those in gpus.yaml, or in a file of the user's."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from src.config.settings import nearest, problem_text, read_yaml
 
 TABLE = Path(__file__).with_name("gpus.yaml")
 CONTEXT_GIB = 1.5
-"""What CUDA's context, NCCL and the workspaces of cuBLAS take of a GPU's memory."""
+"""GiB of a GPU's memory that CUDA's context, NCCL and cuBLAS's workspaces take."""
 
 
 class Gpu(BaseModel, extra="forbid"):
-    """An entry of gpus.yaml, which says what these are."""
+    """An entry of gpus.yaml, where the fields are explained."""
 
     name: str
     capability: str
@@ -37,11 +37,11 @@ class Gpu(BaseModel, extra="forbid"):
 
     @property
     def capacity(self) -> int:
-        """Return the bytes of memory that torch can have."""
+        """Return the bytes of memory that torch can use."""
         return int((self.memory_gib - CONTEXT_GIB) * 2**30)
 
     def peak(self, precision: str) -> float:
-        """Return the operations per second in this precision or, where none are given, in fp32."""
+        """Return the peak operations per second in this precision or, if it is not listed, in fp32."""
         return self.tflops.get(precision, self.tflops["fp32"]) * 1e12
 
 

@@ -1,6 +1,6 @@
-"""A few steps of the run itself as process 0 of any number, on GPUs that aren't there: memory, work and host time.
+"""Run a few steps of the run itself as process 0 of any number, on GPUs that aren't there: memory, work, host time.
 
-All other processes are taken to do as this one does, and weights are memory that nothing fills.
+All other processes are assumed identical, and weights are uninitialized memory.
 """
 
 import gc
@@ -41,29 +41,27 @@ from train import train_step
 NO_LIMIT = 100_000
 """GiB of a GPU on which everything fits."""
 MOST_PER_MACHINE = 16
-"""GPUs that the null GPU stands for at most."""
+"""Most GPUs that the null GPU simulates."""
 LONG = 20
-"""Seconds of reading data that a plan tells of."""
+"""Seconds of reading data that are worth a note."""
 KERNELS = ("launch", "gemm", "conv", "triton", "graph_launch")
-"""Names that null_gpu.c gives to what computes."""
+"""null_gpu.c's names for kernel launches."""
 
 Peaks = dict[str, tuple[int, int]]
-"""Bytes that were allocated and reserved at most, by phase: load, step, evaluation, save."""
+"""Peak bytes, allocated and reserved, by phase: load, step, evaluation, save."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured: a run, as an accelerate yaml starts it on so many GPUs."""
+    """What is measured: a run under one accelerate yaml, on a number of GPUs."""
 
     arguments: tuple[str, ...]
-    """Those of train.py."""
+    """Arguments of train.py."""
     yaml: str
     gpus: int
     gpu: Gpu
     cp_size: int = 1
     """GPUs that share each sequence."""
-    change: str = ""
-    """What was changed for it to fit."""
 
     @property
     def name(self) -> str:
@@ -73,37 +71,37 @@ class Setup:
 
 @dataclass(kw_only=True)
 class Measured:
-    """What was found out about a Setup; bytes are of one process."""
+    """The measurements of a Setup. Bytes are those of one process."""
 
     strategy: str
     micro_batch: int
-    """Examples per forward pass: as the settings say if that fits, else as many as fit; if none do, 1."""
+    """Examples per forward pass: the run's own number if that fits, else the largest that does; 1 if none does."""
     largest: int
-    """The largest micro-batch that fits and divides a process's share of the global batch; 0: none does."""
+    """The largest micro-batch that fits and divides each process's part of the global batch; 0: none does."""
     accumulation: int
     """Micro-batches per step."""
     model_flops: float
-    """Operations that a step needs, over all processes, as Task.flops counts them; 0: not known."""
+    """Floating-point operations per step, over all processes, as Task.flops counts them; 0: unknown."""
     tokens: float = 0
-    """Of a step, over all processes, without padding; 0 if it is not text."""
+    """Tokens per step, over all processes, without padding; 0 if the data are not text."""
     total_steps: int
     memory: Peaks
     parts: dict[str, int]
-    """The step's bytes by what they hold: parameters, gradients, optimizer, and the rest: activations."""
+    """The step's bytes by what they hold: parameters, gradients, optimizer; all else counts as activations."""
     work: dict[str, float]
-    """Of a step: what Work counts, `kernels`, and `host_seconds` on this machine."""
+    """What Work counts in a step, and its `kernels` and `host_seconds` on this machine."""
     notes: list[str]
 
 
 def environment_for(gpu: Gpu) -> dict[str, str]:
-    """Return what a process needs in its environment, before it loads CUDA's libraries, to measure runs on this GPU."""
+    """Return the environment variables that have a new process measure runs on this GPU."""
     return null_environment(
         MOST_PER_MACHINE, NULL_GPU_GIB=str(NO_LIMIT), NULL_GPU_NAME=gpu.name, NULL_GPU_CAPABILITY=gpu.capability
     )
 
 
 def launcher_arguments(setup: Setup) -> list[str]:
-    """Return those of `accelerate launch` that are the same on all machines."""
+    """Return the arguments of `accelerate launch` that are the same on all machines."""
     words = ["--config_file", setup.yaml, "--num_processes", str(setup.gpus)]
     machines = setup.gpus // setup.gpu.gpus_per_machine
     if machines > 1:
@@ -117,7 +115,7 @@ def launcher_arguments(setup: Setup) -> list[str]:
 
 
 def launcher_environment(setup: Setup) -> dict[str, str]:
-    """Return what Accelerate's launcher puts into the environment of process 0, and torch's beneath it."""
+    """Return the environment variables that Accelerate's launcher, and torch's beneath it, set for process 0."""
     words = [*launcher_arguments(setup), "--machine_rank=0", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))
     environment = prepare_multi_gpu_env(arguments)
@@ -127,10 +125,10 @@ def launcher_environment(setup: Setup) -> dict[str, str]:
     return environment
 
 
-def build(config: Config) -> Run:
-    """Do as `build` in train.py, with a model that has no values, and without the folder of the run."""
+def build_without_values(config: Config) -> Run:
+    """Build the run as train.py does, but with uninitialized weights and no output folder."""
     accelerator, launch = build_accelerator(config)
-    if launch.strategy.endswith("offload"):  # pinning copies, and would fill the memory of the host
+    if launch.strategy.endswith("offload"):  # pinning would copy, and fill the host's memory
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     config = begin_task(config, launch)
     started = time.perf_counter()
@@ -144,9 +142,8 @@ def build(config: Config) -> Run:
     fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
     optimizers = build_optimizers(config.optim, model)
     if seconds > LONG:
-        config.task.state.notes.append(
-            f"reading the data takes {seconds:.0f} s, for each line below: plan from a sample of them"
-        )
+        says = f"reading the data takes {seconds:.0f} s for each line below: plan with a sample of it"
+        config.task.state.notes.append(says)
     return Run(
         config=config,
         accelerator=accelerator,
@@ -164,7 +161,7 @@ def build(config: Config) -> Run:
 
 
 def fill(model: nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory on this one; tied ones stay so."""
+    """Allocate memory on this device for parameters on the meta device. Tied parameters stay tied."""
     for parameter in model.parameters():
         if parameter.is_meta:
             filled = torch.empty_like(parameter, device=device)
@@ -172,61 +169,61 @@ def fill(model: nn.Module, device: torch.device) -> None:
 
 
 def measure(setup: Setup, share: float) -> Measured:
-    """Return what the run asks of its first process, and which micro-batches fit into this share of the GPU's memory.
-    Call it in a process of its own, which it changes for good.
+    """Measure what the run needs on its first process, and which micro-batches fit into this share of the GPU's memory.
+    Call it in a process of its own: it changes global state for good.
 
     Raises:
-        torch.OutOfMemoryError: they fit by their sum, but not once torch's allocator has cut the memory into blocks.
+        torch.OutOfMemoryError: micro-batches fit by the sum of their bytes, but not once memory is fragmented.
     """
-    # NCCL's communicators are joined through this process alone, however many others there are
+    # this process alone bootstraps NCCL's communicators, however many others there are
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
     os.environ["TERM"] = "dumb"  # no bars below the plan's own
     os.environ |= launcher_environment(setup)
-    gc.disable()  # cycles keep memory of DDP's first steps until Python happens to look for them: count it
-    gc.freeze()  # of what is there by now, nothing has to be looked for
-    torch.backends.cuda.enable_cudnn_sdp(False)  # the null GPU has none; flash attention takes as much memory
+    gc.disable()  # reference cycles keep memory of DDP's first steps until a collection happens to run: count it
+    gc.freeze()  # explicit collections can skip what is there by now
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the null GPU has no cuDNN; flash attention takes as much memory
     config = load_config([*setup.arguments], TASKS)
     if "WORLD_SIZE" in os.environ:
         join_alone(setup.gpus)
-    return Trial(build(config), setup.gpu).measured(share)
+    return Trial(build_without_values(config), setup.gpu).measured(share)
 
 
-def peak() -> tuple[int, int]:
-    """Return the bytes that were allocated and reserved at most since this was last asked."""
+def peak_bytes() -> tuple[int, int]:
+    """Return the peak bytes, allocated and reserved, since the last call."""
     most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     return most
 
 
 def highest(memory: Peaks) -> int:
-    """Return the bytes that have to fit: what is allocated at most, in any phase."""
+    """Return the bytes that have to fit: the most that any phase allocates."""
     allocated, _ = max(memory.values())
     return allocated
 
 
 class Trial:
-    """Steps of a run, with micro-batches of one size after the other."""
+    """Takes steps of a run, with micro-batches of various sizes."""
 
     def __init__(self, run: Run, gpu: Gpu) -> None:
         self._run, self._gpu = run, gpu
         self._is_offloaded = run.launch.strategy.endswith("offload")
-        # a step clears them
+        # computed, as a step clears them
         self._gradients = sum(to_local(weight).nbytes for weight in run.parameters if weight.requires_grad)
-        # DDP's second step makes new buckets, and torch keeps the first ones until its watchdog, which looks every
-        # 0.1 s, finds that they were reduced: on a GPU, as a rule, not before the forward pass has ended, but here
-        # whenever the host happens to be so far. So that is waited for, and their bytes are added.
+        # DDP's second step makes new buckets, and torch keeps the first ones until its watchdog, which wakes up every
+        # 0.1 s, sees that they were reduced: on a GPU usually not before the forward pass has ended, but here at any
+        # time. So wait until they are freed, and add their bytes.
         self._kept = self._gradients if run.launch.strategy == "ddp" else 0
-        self._load = peak()
+        self._load = peak_bytes()
 
     def measured(self, share: float) -> Measured:
-        """Return what `measure` does."""
+        """Return the measurements, as `measure` does."""
         run, data_size = self._run, self._run.data_size
         own = run.config.forward_batch_size(data_size)
         largest = self._largest(share)
         if largest:
             torch.cuda.set_per_process_memory_fraction((self._gpu.capacity - self._kept) / (NO_LIMIT << 30))
             self._memory(largest)
-            # what is compiled is counted eagerly, which takes more
+            # compiled operators are counted eagerly, which takes more memory
             torch.cuda.set_per_process_memory_fraction(1.0)
         size = min(own, max(largest, 1))
         memory, accumulation = self._memory(size), len(self._micro_batches)
@@ -249,13 +246,13 @@ class Trial:
         )
 
     def _largest(self, share: float) -> int:
-        """Return the largest micro-batch that fits into this share of the memory, by its sum; 0 if none does."""
+        """Return the largest micro-batch whose bytes add up to at most this share of the memory; 0 if none does."""
         data_size, config, there = self._run.data_size, self._run.config, len(self._run.train_set)
-        needed = config.forward_batch_size(data_size) * data_size  # what all processes pass through the model at once
+        needed = config.forward_batch_size(data_size) * data_size  # examples in a forward pass, over all processes
         if there < needed:
             raise UserError(
-                f"the training data have {there:,} examples, and micro-batches take {needed:,} at once: "
-                "plan with as many, or smaller micro-batches"
+                f"the training data have {there:,} examples, but micro-batches take {needed:,} at once: "
+                "plan with more examples or smaller micro-batches"
             )
         batch = config.global_batch_size // data_size
         sizes = [size for size in range(1, batch + 1) if batch % size == 0 and size * data_size <= there]
@@ -263,30 +260,30 @@ class Trial:
         return max(sizes[:fitting], default=0)
 
     def _memory(self, size: int) -> Peaks:
-        """Return the peaks of each phase with micro-batches of this size."""
+        """Return the peak bytes of each phase with micro-batches of this size."""
         run = self._run
         run.accelerator.free_memory()
         run.config = run.config.model_copy(update={"micro_batch_size": size})
         stop = StopSignal(run.accelerator, run.config)
         self._micro_batches, self._counts = next(CountedSteps(training_steps(run, 0), stop))
-        # a second micro-batch's gradients come on top of the first one's; offloaded, the host would really add them up
+        # a second micro-batch's gradients come on top of the first one's; with offload the host would really add them
         micro_batches = self._micro_batches[: 1 if self._is_offloaded else 2]
-        peak()
+        peak_bytes()
         self._take(micro_batches)
         if self._kept:
-            time.sleep(1)  # the watchdog has looked by then: not all versions of torch can be told to
-        self._take(micro_batches)  # with the optimizer's state, which is there by now
-        allocated, reserved = peak()
+            time.sleep(1)  # for the watchdog, which not all versions of torch can wake up
+        self._take(micro_batches)  # now with the optimizer's state
+        allocated, reserved = peak_bytes()
         memory = {"load": self._load, "step": (allocated + self._kept, reserved + self._kept)}
         evaluate_batches(run.task, run.model.eval(), islice(evaluation_batches(run), 2), run.device, stop)
         run.model.train()
-        memory["evaluation"] = peak()
-        rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)  # for its peak alone
-        memory["save"] = peak()
+        memory["evaluation"] = peak_bytes()
+        rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)  # as a save copies them
+        memory["save"] = peak_bytes()
         return memory
 
     def _take(self, micro_batches: list[MicroBatch]) -> None:
-        """Take a step, or, if the optimizer works in the host's memory, all of it but the update."""
+        """Take a step; with offload, all of it but the update, which is the host's."""
         run = self._run
         if not self._is_offloaded:
             train_step(run, micro_batches, self._counts)
@@ -296,8 +293,7 @@ class Trial:
         run.model.zero_grad()
 
     def _work(self) -> dict[str, float]:
-        """Return what a step asks for: for its first micro-batch, and as often as there are more, what a second
-        one adds."""
+        """Return the work of a step: that of its first micro-batch, plus, for each further one, what a second adds."""
         total = len(self._micro_batches)
         one = self._work_of(1)
         if total == 1 or self._is_offloaded:
@@ -306,7 +302,7 @@ class Trial:
         return {name: one[name] + (total - 1) * (number - one[name]) for name, number in two.items()}
 
     def _work_of(self, number: int) -> dict[str, float]:
-        """Return what a step of so many micro-batches asks for."""
+        """Return the work of a step of `number` micro-batches."""
         micro_batches, null, seconds = self._micro_batches[:number], NullGpu(), []
         for _ in range(3):
             null.reset()

@@ -1,10 +1,10 @@
-"""The plan as the user sees it: a table, a recommendation, plan.json and a picture."""
+"""The plan as the user sees it: a table, a recommendation and plan.json."""
 
 import json
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import count, groupby
+from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from src.config.errors import explained
 from src.tools.plan.estimate import seconds_of
 from src.tools.plan.measure import launcher_arguments
 from src.tools.plan.search import Row
-from src.tracking.figures import draw
 
 GB = 1e9
 FORMATS: dict[str, Callable[[float], str]] = {
@@ -28,11 +27,11 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "hours": lambda hours: tqdm.format_interval(hours * 3600),
     "cost": "${:,.2f}".format,
 }
-"""How the table shows numbers that are not whole, by column."""
+"""How the table formats fractional numbers, by column."""
 
 
 def line(row: Row, config: Config) -> dict[str, Any]:
-    """Return a line of the table: what a row's run takes, by the name of the column; less, if it can't be run."""
+    """Return a line of the table: what the row's run needs, by column; fewer columns if it can't be run."""
     measured, gpu, gpus = row.measured, row.setup.gpu, row.setup.gpus
     shown: dict[str, Any] = {"GPUs": gpus, "yaml": row.setup.name}
     if not measured:
@@ -43,8 +42,7 @@ def line(row: Row, config: Config) -> dict[str, Any]:
     limit = seconds.limit
     if not row.is_fitting:
         excess = needed - gpu.capacity
-        says = f"{excess / GB:.1f} GB too much in the {phase}" if excess > 0 else "fragmentation"
-        limit = f"does not fit: {says}"
+        limit = f"does not fit: {f'{excess / GB:.1f} GB over in the {phase}' if excess > 0 else 'fragmentation'}"
     return shown | {
         "GB": needed / GB,
         "micro": measured.micro_batch,
@@ -58,32 +56,27 @@ def line(row: Row, config: Config) -> dict[str, Any]:
     }
 
 
-def best(rows: list[Row], config: Config) -> Row | None:
-    """Return the row that fits and takes the fewest GPU hours; None: nothing fits."""
-    fitting = [row for row in rows if row.is_fitting]
-    return min(fitting, key=lambda row: line(row, config)["hours"] * row.setup.gpus, default=None)
-
-
 def table(rows: list[Row], config: Config) -> str:
-    """Return notes on what was chosen, a line for each row, below what was changed, and why others can't be run."""
+    """Return notes on what was tuned, a line for each row that was measured, and why the others can't be run."""
+    measured = [row for row in rows if row.measured]
     parts = [*dict.fromkeys(note for row in rows if row.measured for note in row.measured.notes)]
-    for change, changed in groupby([row for row in rows if row.measured], lambda row: row.setup.change):
-        lines = pd.DataFrame([line(row, config) for row in changed])
+    if measured:
+        lines = pd.DataFrame([line(row, config) for row in measured])
         limits = ["limit", *lines.pop("limit")]
         lines = lines.loc[:, (lines != 0).any()]  # images have no tokens, and a GPU may have no price
         names = lines.columns.str.replace("hours", "time")
         text = lines.to_string(index=False, header=[*names], formatters=FORMATS)
-        parts += [f"with {change}:"] if change else []
         parts += [f"{figures} {limit}" for figures, limit in zip(text.splitlines(), limits, strict=True)]
     parts += [f"{row.setup.gpus} {row.setup.name}: {row.reason}" for row in rows if row.reason]
     return "\n".join(parts)
 
 
 def recommendation(rows: list[Row], config: Config) -> str:
-    """Return the command of the cheapest row that fits, and what it takes."""
-    row = best(rows, config)
+    """Return the command of the row that fits and takes the fewest GPU hours, and what it needs."""
+    fitting = [row for row in rows if row.measured and row.is_fitting]
+    row = min(fitting, key=lambda row: line(row, config)["hours"] * row.setup.gpus, default=None)
     if not row or not row.measured:
-        return "nothing fits: ask for more GPUs, or for larger ones, or shorten the sequences"
+        return "nothing fits: try --activation_checkpointing=true, LoRA, shorter sequences, more GPUs or larger ones"
     setup, found = row.setup, line(row, config)
     command = f"accelerate launch {shlex.join(launcher_arguments(setup))} "
     if setup.gpus > setup.gpu.gpus_per_machine:
@@ -97,21 +90,11 @@ def recommendation(rows: list[Row], config: Config) -> str:
 
 
 def write(rows: list[Row], config: Config, output: Path) -> Path:
-    """Write plan.json and the pictures into a new folder, and return it."""
+    """Write plan.json into a new folder, and return the folder."""
     names = (output / (config.run_name + (f"-{number}" if number else "")) for number in count())
     folder = next(name for name in names if not name.exists())
     with explained(f"--output {output}: cannot be written, ", OSError):
         folder.mkdir(parents=True)
     content = [asdict(row) | {"is_fitting": row.is_fitting, "line": line(row, config)} for row in rows]
     (folder / "plan.json").write_bytes(json.dumps(content, indent=1, default=vars).encode())
-    write_pictures(rows, config, folder)  # room: report
     return folder
-
-
-def write_pictures(rows: list[Row], config: Config, folder: Path) -> None:  # room: report
-    """Draw memory and hours over the number of GPUs, a curve for each strategy."""
-    lines = pd.DataFrame([line(row, config) | {"change": row.setup.change} for row in rows if row.measured])
-    strategies = lines.groupby(["yaml", "change"], sort=False)
-    for column, title in (("GB", "GB of a GPU, by GPUs"), ("hours", "hours, by GPUs")):
-        curves = [(" ".join(names), [*of["GPUs"]], [*of[column]]) for names, of in strategies]
-        (folder / f"{column}.svg").write_bytes(draw(title, curves, log_base=2).encode())

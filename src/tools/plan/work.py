@@ -1,4 +1,4 @@
-"""The work of a step: what its operators compute, read and write, and what they send to other processes."""
+"""Count the work of a step: what its operators compute, read, write and send to other processes."""
 
 from collections import defaultdict
 from typing import Any
@@ -14,17 +14,17 @@ from torch.utils.flop_counter import flop_registry
 from src.training.gradients import to_local
 
 IDLE = ("prim::", "empty", "detach", "view", "wait_tensor", "_wrap_tensor")
-"""Parts of the names of operators that give a device nothing to do."""
+"""Parts of the names of operators that cost a device nothing."""
 
 
 class Work(TorchDispatchMode):
-    """Counts what operators ask of a device while it is entered, in the backward pass, DDP and FSDP too.
+    """A context that counts the work of all operators on a device, those of the backward pass, DDP and FSDP included.
 
     `counts` has, by name: `product flops DTYPE` of matrix products and convolutions, and `attention flops DTYPE`;
-    `bytes` that all other operators read and write; `copied` bytes from or to the host's memory; `sent PLACE` bytes of
-    this process and `collectives PLACE`, where PLACE is `within` a machine, or `between` machines, through the network
-    card of this process, for a group of processes that spans several; and those of all-to-alls, which attention waits
-    for, once more: `awaited sent PLACE` and `awaited collectives PLACE`.
+    `bytes` that all other operators read and write; `copied` bytes to or from the host's memory; `sent PLACE` bytes of
+    this process and `collectives PLACE`, where PLACE is `within` a machine or, for groups that span several machines,
+    `between` them, through this process's network card; and, counted a second time, those of all-to-alls, which
+    attention waits for: `awaited sent PLACE` and `awaited collectives PLACE`.
     """
 
     def __init__(self, device: str, per_machine: int) -> None:
@@ -46,15 +46,15 @@ class Work(TorchDispatchMode):
         if "c10d" in name:
             self._count_collective(name, max(tensor.nbytes for tensor in tensors), _ranks(leaves))
         elif formula := flop_registry.get(function._overloadpacket):
-            # torch 2.11 takes the dtype of a product's output for its shape
+            # torch 2.11 mistakes the dtype of a product's output for its shape
             given = [argument for argument in args if not isinstance(argument, torch.dtype)]
-            # the null GPU would compute no differences of the offsets of packed documents
+            # the formula subtracts the offsets of packed documents, which the null GPU cannot
             readable = [argument.cpu() if _is_offsets(argument) else argument for argument in given]
             flops = formula(*readable, **kwargs, out_val=result)
             names = [argument.name for argument in function._schema.arguments]
             if dict(zip(names, args, strict=False), **kwargs).get("is_causal"):
                 flops /= 2  # torch counts all pairs of tokens
-            # factors of half precision may have sums in fp32
+            # factors in half precision may be summed in fp32
             dtype = min((tensor.dtype for tensor in tensors if tensor.ndim > 1), key=lambda dtype: dtype.itemsize)
             kind = "attention" if "att" in name else "product"
             self.counts[f"{kind} flops {str(dtype).removeprefix('torch.')}"] += flops
@@ -65,11 +65,11 @@ class Work(TorchDispatchMode):
         return result
 
     def _count_collective(self, name: str, size: int, ranks: list[int]) -> None:
-        """Count a collective whose largest tensor has `size` bytes, as NCCL's rings carry it."""
-        rounds = 2 if "allreduce" in name else 1  # the sums, and then what they came to
+        """Count a collective whose largest tensor has `size` bytes, as NCCL's ring algorithms send it."""
+        rounds = 2 if "allreduce" in name else 1  # reduce-scatter, then all-gather
         sent = rounds * size * (len(ranks) - 1) / len(ranks)
         place, machines = "within", len({rank // self._per_machine for rank in ranks})
-        if machines > 1:  # there are as many rings as a machine has network cards, and each carries a part
+        if machines > 1:  # one ring per network card of a machine, each with its part of the data
             place, sent = "between", sent / (len(ranks) / machines)
         for kind in ("", "awaited ") if "all_to_all" in name else ("",):
             self.counts[f"{kind}sent {place}"] += sent
@@ -77,7 +77,7 @@ class Work(TorchDispatchMode):
 
 
 def _ranks(leaves: list[Any]) -> list[int]:
-    """Return the processes of the group that is among a collective's arguments; those of functional ones name it."""
+    """Return the ranks in a collective's group: an argument of the collective, or for functional ones its name."""
     objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
     groups = [ProcessGroup.unbox(leaf) for leaf in objects if "ProcessGroup" in str(leaf._type())]
     names: list[Any] = [leaf for leaf in leaves if isinstance(leaf, str)]
