@@ -108,4 +108,4 @@ def require_known_positions(config: PreTrainedConfig) -> None:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for kind in ("dynamic", "longrope"):
         if f"'{kind}'" in str(rope):
-            raise UserError(f"{config.model_type}: rotary embeddings of type {kind} depend on the length: unset cp_size")
+            raise UserError(f"{config.model_type}: rotary embeddings of type {kind} depend on length: unset cp_size")

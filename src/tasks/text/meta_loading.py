@@ -81,8 +81,7 @@ def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None
     renames and conversions, in the model's dtype."""
     with parameters_on(device):  # transformers moves offloaded shards to the mesh's device
         _convert(_WithoutAdapters(model), _slices(files), device)
-    # with fewer rows, such as experts, than processes, some processes have none, and transformers reads nothing for
-    # them
+    # with fewer rows, such as experts, than processes, some processes have none: transformers reads nothing for them
     parameters: dict[str, Any] = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if parameter.is_meta and parameter.to_local().numel() == 0:
