@@ -313,10 +313,8 @@ def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> 
     which gathers one file's tensors at a time. Collective; `tensors` have the same names on all processes."""
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     # about one file per process: besides its own shard, the first process gathers no more than another one holds
-    shard_bytes = sum(shape.nbytes for shape in shapes.values()) // accelerator.num_processes
-    split = split_torch_state_dict_into_shards(
-        shapes, max_shard_size=min(max(shard_bytes, SMALLEST_FILE), LARGEST_FILE)
-    )
+    shard = sum(shape.nbytes for shape in shapes.values()) // accelerator.num_processes
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=min(max(shard, SMALLEST_FILE), LARGEST_FILE))
     for file, names in split.filename_to_tensors.items():
         _write_file(folder / file, {name: tensors[name] for name in names}, accelerator)
     if accelerator.is_main_process and split.is_sharded:
