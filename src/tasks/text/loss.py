@@ -81,7 +81,7 @@ def varlen_attention(
     q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    # called grouped when they aren't, the backward pass may take another kernel
+    # claiming groups where there are none may select another kernel for the backward pass
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if HAS_GQA_SWITCH else {}
     output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, **grouped)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -123,7 +123,7 @@ def attention_by_document(
 def attention_in_halves(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return what `attention_by_document` does, if each two successive rows of the batch are the halves of a sequence.
+    """Return what `attention_by_document` does, where every two successive rows of the batch are the halves of a sequence.
     As rows don't see each other elsewhere in a model, it computes what two processes with a half each would."""
     whole = (tensor.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3) for tensor in (query, key, value))
     output, _ = attention_by_document(module, *whole, *arguments, **options)
