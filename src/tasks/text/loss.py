@@ -123,8 +123,9 @@ def attention_by_document(
 def attention_in_halves(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return what `attention_by_document` does, where every two successive rows of the batch are the halves of a sequence.
-    As rows don't see each other elsewhere in a model, it computes what two processes with a half each would."""
+    """Return what `attention_by_document` does, where every two successive rows of the batch are the halves of a
+    sequence. As rows don't see each other elsewhere in a model, it computes what two processes with a half each
+    would."""
     whole = (tensor.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3) for tensor in (query, key, value))
     output, _ = attention_by_document(module, *whole, *arguments, **options)
     return output.unflatten(1, (2, -1)).flatten(0, 1), None
