@@ -51,7 +51,7 @@ class Dpo(Decoder):
     beta: PositiveFloat = 0.1
     """Penalty on the policy for departing from the reference."""
     sequence_length: PositiveInt = 256
-    """Tokens that the model sees at most. Longer answers are truncated."""
+    """Maximum number of tokens that the model sees. Longer answers are truncated."""
     core_name: ClassVar[str] = "policy"
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "chosen_log_ratio", "rejected_log_ratio")
 

@@ -25,7 +25,7 @@ MODELS = Path("data/models")
 
 
 class Weights(NamedTuple):
-    """A model that a package has too."""
+    """Names a model that a package has too."""
 
     name: str
     """Name on the Hub."""

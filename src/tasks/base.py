@@ -23,8 +23,8 @@ from src.config.settings import Settings
 
 
 class Examples(Protocol):
-    """A map-style dataset: `[index]` returns an example, and `__getitems__(indices)`, where defined, a whole batch. A
-    small dataset may have `to(device)`, which returns it in the device's memory, so that no batch needs to be
+    """Describes a map-style dataset: `[index]` returns an example, and `__getitems__(indices)`, where defined, a whole
+    batch. A small dataset may have `to(device)`, which returns it in the device's memory, so that no batch needs to be
     copied."""
 
     def __len__(self) -> int: ...
@@ -56,7 +56,7 @@ FillWeights = Callable[[Any, torch.device], None]
 
 
 class ContextParallel(NamedTuple):
-    """This process's place in a group of processes that split each sequence; by default, it is alone."""
+    """Holds this process's place in a group of processes that split each sequence; by default, it is alone."""
 
     rank: int = 0
     size: int = 1
@@ -147,8 +147,8 @@ class Task(Settings, ABC):
 
         The loop divides by their total over all processes and micro-batches: never average here. (A run's first step
         rejects a mean where autograd reveals it, --check any mean.) Compute the loss from `logits.float()`: FSDP
-        returns logits in its compute dtype. Prefer a norm over a single example: BatchNorm would see those of one
-        process, or a dummy batch.
+        returns logits in its compute dtype. Prefer a norm over a single example: BatchNorm would see only
+        one process's examples, or a dummy batch.
         """
 
     # --------------------------------------------------------------------------------------------------------- usual

@@ -107,7 +107,7 @@ class CausalLM(Decoder):
 
     def build_empty_model(self) -> Any:
         if self.new_tokens:
-            return None  # their rows start from those of all other tokens, which no process would have
+            return None  # their rows start as the mean of all others, which no process would have
         return super().build_empty_model()
 
     def finish(self, model: Any) -> LanguageModel:

@@ -42,7 +42,7 @@ CHATML = """\
 OTHER = "set another --task.chat_template"
 """What to do about a template that cannot be used."""
 LONGEST_TAG = 20
-"""Characters that a thought's opening tag, with the space around it, takes before a turn, at most."""
+"""Maximum length of a thought's opening tag, with the space around it, before a turn, in characters."""
 EMPTY_THOUGHT = re.compile(
     r"\s*(?P<open>[<\[])(?P<tag>[\w:]*think\w*)[>\]]\s*(?P=open)/(?P=tag)[>\]]\s*", re.IGNORECASE
 )
@@ -209,11 +209,11 @@ def _quote(chat: Chat) -> str:
 
 
 MOST_TOKENS = 64
-"""Tokens after which an answer is cut off."""
+"""Maximum number of tokens in an answer."""
 
 
 class Question(BaseModel, extra="forbid", strict=True):
-    """A line of the file of questions."""
+    """Holds a line of the file of questions."""
 
     question: str
     facts: list[str] = Field(min_length=1)

@@ -76,8 +76,8 @@ def find_files(url: str) -> dict[str, str]:
 
 
 def list_files(url: str) -> dict[str, str]:
-    """Return the files of KINDS at a URL, each with its version. Skip hidden ones, whose names, or those of folders
-    below the URL, begin with a dot or an underscore, such as editors' backups and what is written beside a download."""
+    """Return the files of KINDS at a URL, each with its version. Skip hidden ones, where a part of the path below the
+    URL begins with a dot or an underscore, such as editors' backups and what is written beside a download."""
     system, path = fsspec.core.url_to_fs(url)
     system.invalidate_cache()
     files = {}
@@ -99,8 +99,8 @@ def lasting(version: str) -> str:
 
 
 def by_split(files: Iterable[str]) -> Splits:
-    """Return a folder's files by the split that their names, or those of the folders in it, tell; if none does, all are
-    to train on."""
+    """Return a folder's files by split, as the names of files and subfolders tell it; if none does, all are to train
+    on."""
     files = [*files]
     splits: Splits = {}
     depth = len(PurePosixPath(os.path.commonpath([PurePosixPath(file).parent for file in files])).parts)
@@ -153,7 +153,7 @@ PIECE = 2**20
 TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
 """Options of Python's csv module for a .tsv, in which quotes are plain text."""
 END = "end"
-"""A line that is added after those of a table: a quote that is still open swallows it."""
+"""A line added after a table's own: a quote that is still open swallows it."""
 UTF8 = ("utf-8", "surrogateescape")
 """Bytes that are not UTF-8 are kept, so that messages can name their row."""
 NO_ROWS = 'one object, not rows: write a list of objects, or one per line (pandas: orient="records", lines=True)'
@@ -161,7 +161,7 @@ csv.field_size_limit(2**31 - 1)
 
 
 class Group(NamedTuple):
-    """A group of rows that are read at once."""
+    """Locates a group of rows that are read at once."""
 
     rows: int
     size: int
@@ -206,7 +206,7 @@ def merge(groups: list[Group], number: int) -> list[Group]:
 
 
 class Index(NamedTuple):
-    """The result of one pass over a file."""
+    """Holds the result of one pass over a file."""
 
     columns: list[str]
     groups: list[Group]
@@ -215,7 +215,7 @@ class Index(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """The rows of a group, as parsed."""
+    """Holds the parsed rows of a group."""
 
     rows: list[dict[str, Any]]
     lines: list[int]
@@ -376,7 +376,7 @@ READERS = 16
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A file as indexed. What is read from it is cached per object."""
+    """Describes an indexed file. What is read from it is cached per object."""
 
     url: str
     version: str

@@ -197,9 +197,9 @@ Args:
 
 @dataclass(frozen=True)
 class Flops:
-    """Counts the operations of the matrix products in a forward and a backward pass; what is recomputed counts once. It
-    is for the model FLOPs utilization of Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, appendix B), but
-    counts only those pairs of tokens that attention needs."""
+    """Counts the operations of the matrix products in a forward and a backward pass; what is recomputed counts once.
+    For the model FLOPs utilization of Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, appendix B), except that
+    only the pairs of tokens that attention needs count."""
 
     per_token: int
     per_target: int
@@ -262,7 +262,7 @@ class LanguageModel(nn.Module):
         with_new_rows = isinstance(head, TrainableTokensWrapper)  # its weight includes them
         # with adapters it is not plain
         self._is_plain_head = with_new_rows or (type(head) is nn.Linear and head.bias is None)
-        # Accelerate compares weights to see whether layers are tied, and peft makes these weights anew each time
+        # Accelerate compares weights to see whether layers are tied, and peft makes new ones on each access
         self._has_tied_rows = with_new_rows and head.token_adapter.tied_adapter is not None
         if self._is_plain_head:
             # FSDP gathers the weight around this call
@@ -323,7 +323,7 @@ class LanguageModel(nn.Module):
         return torch.cat(losses), torch.cat(correct)
 
     def _generate(self, with_adapters: bool, **options: Any) -> Tensor:
-        """Return what transformers' `generate` does with these options, for the model with its adapters or without."""
+        """Return what transformers' `generate` returns for these options, with the model's adapters or without."""
         if self._takes_lengths:  # of documents, which generation does not have
             self.hf.set_attn_implementation("sdpa")
         adapters = nullcontext() if with_adapters else self.lm.disable_adapter()
@@ -338,7 +338,7 @@ class LanguageModel(nn.Module):
 
         Args:
             inputs: `input_ids`, shape (batch, length), int64, padded at the end, where nothing that counts sees it;
-            `position_ids`, of the same shape, which start anew with each document; and what `document_lengths` returns,
+            `position_ids`, of the same shape, which restart with each document; and what `document_lengths` returns,
             for an attention that takes it.
         """
         return self._logits(self._states(**inputs))
@@ -354,7 +354,7 @@ class LanguageModel(nn.Module):
         return self._finished(self.hf.get_output_embeddings()(states))
 
     def _finished(self, logits: Tensor) -> Tensor:
-        """Return the logits, scaled and capped as the model does it after its last layer."""
+        """Apply the model's own scaling and capping to the outputs of its last layer."""
         if self._scale != 1:
             logits = logits * self._scale
         return logits if self._softcap is None else (logits / self._softcap).tanh() * self._softcap

@@ -115,8 +115,8 @@ def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str,
 
 
 def _as_meant(value: Any, feature: Any) -> Any:
-    """Return a table's value with names in place of label ids, if the table declares them, and without the nulls that a
-    table has for keys that only other rows have."""
+    """Return a table's value with names in place of label ids, if the table declares them, and without the nulls that
+    stand for keys of other rows."""
     if isinstance(feature, Json) and isinstance(value, str):
         return json.loads(value)
     if isinstance(feature, ClassLabel) and isinstance(value, int) and 0 <= value < feature.num_classes:
@@ -175,7 +175,7 @@ class ShardReader:
         return {name: [row.get(name) for row in parsed.rows[first:last]] for name in columns}, bad
 
     def merged(self) -> "ShardReader":
-        """Return a reader with MERGED of these groups in each of its own, to read all of them in fewer calls."""
+        """Return a reader whose groups hold MERGED of these each, to read all of them in fewer calls."""
         return ShardReader([replace(shard, groups=merge(shard.groups, MERGED)) for shard in self.shards])
 
     @property
@@ -240,7 +240,7 @@ Source = ShardReader | TableReader
 
 
 class Opened(NamedTuple):
-    """A dataset whose files are known but not read yet."""
+    """Holds the sources of a dataset, whose files are known but not read yet."""
 
     dataset: str
     train: Any
@@ -307,12 +307,12 @@ PART_NAMES = {"train": "the training data", "eval": "the evaluation data"}
 REASON = "why this row cannot be used"
 """Name of a column that is added to those of the data."""
 HELD_OUT = 1000  # room: streaming
-"""Rows held out for evaluation from the end of streamed data, at most, if it has no split for that."""
+"""Maximum number of rows held out from the end of streamed data for evaluation, if it has no split for that."""
 SKIP = "or skip such rows with --task.bad_rows=skip"
 
 
 class MixtureSource(Settings):
-    """One dataset of a mixture."""
+    """Names one dataset of a mixture, and how much of it to take."""
 
     dataset: str = ""
     dataset_config: str | None = None

@@ -29,7 +29,7 @@ from src.tasks.text.tokenizing import Labelling, known_label, length_grouped, so
 SHOWN = 20
 """Number of most frequent labels whose counts are shown at the start of a run."""
 MOST_CHARACTERS = 200
-"""Characters of a text that a table shows, at most."""
+"""Maximum number of characters of a text that a table shows."""
 
 
 class TextClassification(FineTuning):
@@ -44,7 +44,7 @@ class TextClassification(FineTuning):
     label_column: str = "label"
     """Column of labels, names or numbers. The training data's are all that exist."""
     sequence_length: PositiveInt = 256
-    """Tokens that the model sees at most. Longer texts are truncated."""
+    """Maximum number of tokens that the model sees. Longer texts are truncated."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
     auto_class = AutoModelForSequenceClassification
     adapters_for = "SEQ_CLS"

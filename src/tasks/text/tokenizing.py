@@ -163,11 +163,11 @@ def _within(spans: Spans, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.logical_or.reduce([(ends > first) & (starts < last) & (ends > starts) for first, last in spans])
 
 
-def split_text(rows: Dataset, column: str, share: float) -> tuple[Dataset, Dataset]:
+def split_text(rows: Dataset, column: str, fraction: float) -> tuple[Dataset, Dataset]:
     """Return the only row with this fraction of its text, and with the rest. Raise a UserError if the text is too
     short."""
     length = len(rows[0][column])
-    cut = round(length * share)
+    cut = round(length * fraction)
     if not 0 < cut < length:
         raise UserError("task.dataset: the text is too short to hold out a part of it for evaluation")
     train, evaluation = (

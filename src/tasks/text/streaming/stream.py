@@ -117,8 +117,8 @@ def masses_of(source: Source) -> np.ndarray:
 def count_sequences(order: Order, sources: list[Source], blocks: Blocks, capacity: int | None) -> np.ndarray:
     """Return how many sequences each window makes; shape (windows,), int64.
 
-    If `capacity` is None, one for each row. Otherwise, enough to probably hold the tokens of its rows: the number that
-    a sample predicts, plus two standard deviations of the prediction's error.
+    If `capacity` is None, one for each row. Otherwise, as many as hold the tokens of its rows with high probability:
+    the number that a sample predicts, plus two standard deviations of the prediction's error.
     """
     if capacity is None:
         return order.shares.sum(axis=1)
