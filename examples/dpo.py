@@ -1,7 +1,7 @@
-"""Direct preference optimization (DPO) of any decoder of transformers: `--task.name=dpo`.
+"""Direct preference optimization (DPO) of any transformers decoder: `--task.name=dpo`.
 
 Rafailov et al. 2023 (https://arxiv.org/abs/2305.18290): of two answers to a prompt, the policy learns to prefer the
-chosen one by more than the reference does, the frozen model that it started as.
+chosen one by more than the reference, a frozen copy of the model that it started from.
 """
 
 import copy
@@ -24,19 +24,20 @@ from src.tasks.text.tokenizing import Chunker
 
 
 class PolicyAndReference(nn.Module):
-    """Both models, as DDP and FSDP hook into the forward pass of one module. FSDP shards both once they are built."""
+    """Holds both models, as DDP and FSDP hook into the forward pass of one module. FSDP shards both once they are
+    built."""
 
     def __init__(self, policy: Any) -> None:
         super().__init__()
-        self.policy, self.reference = policy, copy.deepcopy(policy).requires_grad_(False)  # it keeps today's weights
+        self.policy, self.reference = policy, copy.deepcopy(policy).requires_grad_(False)  # keeps the initial weights
         self._no_split_modules = fsdp_blocks(policy)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Return the policy's log probability of each answer minus the reference's, shape (pairs, 2), fp32. Arguments:
         shape (pairs, 2, length), chosen answers first; labels are the next tokens, -100 outside of answers."""
-        inputs = {"input_ids": input_ids.flatten(0, 1), "use_cache": False}  # what pads comes last, where none sees it
+        inputs = {"input_ids": input_ids.flatten(0, 1), "use_cache": False}  # padding comes last, where nothing sees it
         with torch.no_grad():
-            reference = self.reference.eval()(**inputs).logits  # no dropout, also after train()
+            reference = self.reference.eval()(**inputs).logits  # no dropout, even after train()
         both, labels = (reference, self.policy(**inputs).logits), labels.flatten(0, 1)
         before, now = (cross_entropy(logits.float().transpose(1, 2), labels, reduction="none") for logits in both)
         return (before - now).sum(1).unflatten(0, (-1, 2))  # each is minus a log probability, or 0 for a label of -100
@@ -48,9 +49,9 @@ class Dpo(Decoder):
     name: Literal["dpo"] = "dpo"
     """The task to train."""
     beta: PositiveFloat = 0.1
-    """What it costs the policy to depart from the reference."""
+    """Penalty on the policy for departing from the reference."""
     sequence_length: PositiveInt = 256
-    """Tokens that the model sees at most. Longer answers are cut off."""
+    """Maximum number of tokens that the model sees. Longer answers are truncated."""
     core_name: ClassVar[str] = "policy"
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "chosen_log_ratio", "rejected_log_ratio")
 
@@ -86,7 +87,7 @@ class Dpo(Decoder):
         return {name: pad_sequence(rows[name], True, pad).unflatten(0, (-1, 2)) for name, pad in pads.items()}
 
     def count(self, batch: Any) -> Counts:
-        return {"targets": len(batch["labels"])}  # the loop divides by all pairs
+        return {"targets": len(batch["labels"])}  # the loop divides by the number of pairs
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return self.evaluate(model, batch)[0]
@@ -102,6 +103,6 @@ class Dpo(Decoder):
         return {name: float(value.mean()) for name, value in zip(self.metric_names, values, strict=True)}
 
     def load_export(self, folder: Path) -> PolicyAndReference:
-        model = self.build_model()  # of the same seed: its reference is that of the run
+        model = self.build_model()  # the same seed: its reference is that of the run
         model.policy = load_exported(folder)
         return model

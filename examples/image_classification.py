@@ -1,4 +1,4 @@
-"""Pictures in folders, train/<class>/… and val/<class>/…, and any torchvision model with one output, of a Linear."""
+"""Pictures in train/<class>/… and val/<class>/…, and any torchvision model with a single output, from a Linear."""
 
 import math
 import os
@@ -24,13 +24,13 @@ from src.tasks.tables import label_columns, label_tables
 
 
 def picture(file: str) -> Image.Image:
-    """Return what a viewer shows: turned as EXIF says, 16 bits as 8, on white where it is transparent. Raise a
-    UserError that names the file if it cannot be read, or its numbers have no known range."""
-    with explained(f"{file}: cannot be read, ", (OSError, ValueError, SyntaxError, Image.DecompressionBombError)):
+    """Return a picture as a viewer shows it: rotated as EXIF says, 16 bits reduced to 8, transparency on white. Raise a
+    UserError that names the file if it cannot be read, or the range of its numbers is unknown."""
+    with explained(f"{file}: cannot be read: ", (OSError, ValueError, SyntaxError, Image.DecompressionBombError)):
         with Image.open(file) as opened:
             kind, image = opened.format, ImageOps.exif_transpose(opened)
         if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
-            eight_bits = np.asarray(image) / 257  # convert() would cut off at 255
+            eight_bits = np.asarray(image) / 257  # convert() would clip at 255
             image = Image.fromarray(eight_bits.round().astype(np.uint8))
         if image.mode in ("I", "F"):
             raise ValueError(f"its mode {image.mode} does not say which number is white: save it with 8 or 16 bits")
@@ -41,15 +41,16 @@ def picture(file: str) -> Image.Image:
 
 
 def shown(file: str) -> str:
-    """Return the name of a file as text: bytes of it that are not UTF-8 as \\xNN."""
+    """Return the name of a file as text, with bytes that are not UTF-8 as \\xNN."""
     return os.fsencode(file).decode(errors="backslashreplace")
 
 
 class Pictures(datasets.ImageFolder):
-    seed: list[int] = []  # of the run and the epoch, where something is drawn
+    seed: list[int] = []  # of the run and the epoch, if anything is drawn
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return a picture, shape (3, size, size), fp32, and its label. What it draws depends on seed and index."""
+        """Return a picture, shape (3, size, size), fp32, and its label. Random choices depend on seed and index
+        alone."""
         with random.fork_rng(devices=[]):
             default_generator.manual_seed(int(np.random.default_rng([*self.seed, index]).integers(2**63)))
             pixels = v2.functional.pil_to_tensor(super().__getitem__(index)[0]) / 255
@@ -57,7 +58,7 @@ class Pictures(datasets.ImageFolder):
 
 
 class ImageClassification(Task):
-    """Tells what a picture shows."""
+    """Classifies pictures."""
 
     name: Literal["image_classification"] = "image_classification"
     """The task to train."""
@@ -66,9 +67,9 @@ class ImageClassification(Task):
     model: str = "resnet18"
     """A classifier of torchvision."""
     weights: str = ""
-    """What to begin with: a state dict (.safetensors, .pth) or torchvision's, such as DEFAULT; empty: from scratch."""
+    """What to start from: a state dict (.safetensors, .pth) or torchvision's, such as DEFAULT; empty: from scratch."""
     norm: Literal["group", "frozen", "batch"] = "group"
-    """What BatchNorm becomes: group from scratch, frozen where there are weights; batch: itself (docs/examples.md)."""
+    """What replaces BatchNorm: group from scratch, frozen if there are weights; batch: nothing (docs/examples.md)."""
     size: PositiveInt = 224
     """Width and height of what the model sees, in pixels."""
     flip: bool = True
@@ -83,10 +84,10 @@ class ImageClassification(Task):
             )
         classes = self.state.data.setdefault("classes", [*map(shown, train.classes)])
         if odd := {*classes}.symmetric_difference(map(shown, val.classes)):
-            raise UserError(f"task.data_dir={self.data_dir}: val and the data to train on do not both have {min(odd)}")
+            raise UserError(f"task.data_dir={self.data_dir}: train and val do not both have the class {min(odd)}")
         return train, val
 
-    def _is_visible(self, file: str) -> bool:  # macOS's ._1.png is hidden, and no picture
+    def _is_visible(self, file: str) -> bool:  # macOS's ._1.png is hidden, and not a picture
         return datasets.folder.is_image_file(file) and "/." not in str(Path(file).relative_to(self.data_dir))
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
@@ -106,7 +107,7 @@ class ImageClassification(Task):
         weights = "" if self.state.is_trained else self.weights
         with explained(f"task.model={self.model}, task.weights={weights}, task.norm={self.norm}: "):
             if weights and self.norm == "group":
-                raise ValueError("weights that were trained with BatchNorm need frozen, or batch")
+                raise ValueError("weights that were trained with BatchNorm need frozen or batch")
             state = load_state_dict_from_file(weights, safe=False) if Path(weights).is_file() else None
             model = models.get_model(self.model, weights=None if state else weights or None)
             if state:
@@ -135,7 +136,7 @@ class ImageClassification(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         logits, labels = model(batch[0]).float(), batch[1]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
-        return nn.functional.cross_entropy(logits, labels, reduction="sum"), outputs  # no mean
+        return nn.functional.cross_entropy(logits, labels, reduction="sum"), outputs  # not the mean
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])

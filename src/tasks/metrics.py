@@ -1,7 +1,7 @@
-"""Metrics on `evaluate`, defined here because `evaluate.load("accuracy")` fetches code from the Hub at run time.
+"""Metrics built on `evaluate`, defined here because `evaluate.load("accuracy")` fetches code from the Hub at run time.
 
-To add one, subclass `evaluate.Metric`: `_info` names the inputs and their types, `_compute` returns the values by
-name. Your task's `metrics` gets it from `load_metric`, by its name: importing this file takes seconds.
+To add one, subclass `evaluate.Metric`: `_info` names the inputs and their types, `_compute` returns the values by name.
+Your task's `metrics` gets it by name from `load_metric`, as importing this file takes seconds.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from src.tasks.base import Metrics
 
 
 class _Numbers(datasets.Features):
-    """Columns that are written as they are: datasets would look at each number by itself (docs/figures.md)."""
+    """Writes columns as they are: datasets would inspect each number on its own (docs/figures.md)."""
 
     def encode_batch(self, batch: dict[str, Any]) -> dict[str, np.ndarray]:
         return {name: np.asarray(column) for name, column in batch.items()}
@@ -30,14 +30,15 @@ class _LabelMetric(evaluate.Metric):
 
 
 class Accuracy(_LabelMetric):
-    """The share of predictions that equal their reference."""
+    """Computes the fraction of predictions that equal their reference."""
 
     def _compute(self, predictions: list[int], references: list[int]) -> Metrics:
         return {"accuracy": float(np.mean(np.equal(predictions, references)))}
 
 
 class F1(_LabelMetric):  # room: text
-    """The harmonic mean of precision and recall: of label 1 where there are two `labels`, else the mean over them."""
+    """Computes the harmonic mean of precision and recall: of label 1 if there are two `labels`, else the mean over
+    them."""
 
     def _compute(self, predictions: list[int], references: list[int], labels: int) -> Metrics:
         average = "binary" if labels == 2 else "macro"
@@ -45,7 +46,7 @@ class F1(_LabelMetric):  # room: text
 
 
 class Matthews(_LabelMetric):  # room: text
-    """Matthews' correlation coefficient, -1 to 1; 0 is chance, however uneven the labels."""
+    """Computes Matthews' correlation coefficient, -1 to 1; 0 is chance, however imbalanced the labels."""
 
     def _compute(self, predictions: list[int], references: list[int]) -> Metrics:
         return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}

@@ -1,4 +1,4 @@
-"""Handwritten digits with the CNN of pytorch/examples: `--task.name=mnist`. Model, data and task."""
+"""Handwritten digits and the CNN of pytorch/examples: `--task.name=mnist`. Model, data and task."""
 
 import contextlib
 import hashlib
@@ -25,12 +25,13 @@ from src.tasks.tables import label_columns, label_tables
 
 
 class MnistCnn(nn.Module):
-    """1,199,882 parameters. Source: https://github.com/pytorch/examples/blob/main/mnist/main.py"""
+    """Classifies images with 1,199,882 parameters. Source:
+    https://github.com/pytorch/examples/blob/main/mnist/main.py"""
 
     _no_split_modules = ["Conv2d", "Linear"]
 
     def __init__(self, dropout: float = 1.0) -> None:
-        """Make the layers; `dropout` scales both dropout rates."""
+        """Create the layers; `dropout` scales both dropout rates."""
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
@@ -43,30 +44,30 @@ class MnistCnn(nn.Module):
         """Return logits of shape (batch, 10) for images of shape (batch, 28, 28), uint8."""
         # MNIST's mean and standard deviation, as everyone uses them
         x = ((images.unsqueeze(1).float() / 255) - 0.1307) / 0.3081
-        if torch.is_autocast_enabled(x.device.type):  # half-precision convolutions are faster so; fp32 ones are not
+        if torch.is_autocast_enabled(x.device.type):  # faster for half-precision convolutions, not for fp32
             x = x.to(memory_format=torch.channels_last)
         x = F.relu(self.conv1(x))
-        x = self.dropout1(F.relu(F.max_pool2d(self.conv2(x), 2)))  # the same as ReLU before pooling, on a quarter
+        x = self.dropout1(F.relu(F.max_pool2d(self.conv2(x), 2)))  # as ReLU before pooling, on a quarter of the values
         x = self.dropout2(F.relu(self.fc1(torch.flatten(x, 1))))
         return self.fc2(x)
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Images of shape (examples, 28, 28), uint8, and their labels of shape (examples,), int64."""
+    """Holds images of shape (examples, 28, 28), uint8, and their labels of shape (examples,), int64."""
 
     images: Tensor
     labels: Tensor
     transforms: Tensor | None = None
-    """Where in an image each of its pixels comes from, as torch's affine_grid takes it, shape (examples, 2, 3). Images
-    are moved when they are fetched: each process moves its own, while it trains."""
+    """For each image, the affine map from its pixels to where they come from, as torch's affine_grid takes it; shape
+    (examples, 2, 3). Images are transformed when they are fetched, by the process that trains on them."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitems__(self, indices: list[int]) -> Tensors:
         index = torch.from_numpy(np.array(indices))  # torch.tensor takes four times as long
-        if self.labels.is_cuda:  # from other memory, the copy would wait until the device has finished
+        if self.labels.is_cuda:  # from pageable memory, the copy would wait until the device has finished
             index = index.pin_memory().to(self.labels.device, non_blocking=True)
         images = self.images.index_select(0, index)
         if self.transforms is not None:
@@ -76,12 +77,12 @@ class Digits:
         return {"images": images, "labels": self.labels.index_select(0, index)}
 
     def to(self, device: torch.device) -> "Digits":
-        """Return them in the device's memory: 47 MB for MNIST's training set."""
+        """Return the digits in the device's memory: 47 MB for MNIST's training set."""
         return Digits(self.images.to(device), self.labels.to(device))
 
     def moved(self, rotation: float, shift: int, seed: list[int]) -> "Digits":
-        """Return images rotated by up to `rotation` degrees and shifted by up to `shift` pixels along both axes, drawn
-        uniformly from `seed`."""
+        """Return the images rotated by up to `rotation` degrees and shifted by up to `shift` pixels along both axes,
+        drawn uniformly from `seed`."""
         random = np.random.default_rng(seed)
         angles = torch.from_numpy(np.radians(random.uniform(-rotation, rotation, len(self)))).float()
         x, y = torch.from_numpy(random.integers(-shift, shift + 1, (len(self), 2)) * (2 / 28)).float().T
@@ -91,11 +92,7 @@ class Digits:
 
 
 def mnist(data_dir: str) -> tuple[Digits, Digits]:
-    """Return MNIST's training and test set, as torchvision reads them from `data_dir` or downloads them into it.
-
-    Raises:
-        UserError: the files can neither be read nor downloaded.
-    """
+    """Return MNIST's training and test sets, which torchvision reads from `data_dir` or downloads into it."""
     # importing torchvision takes more than a second, and the bundled digits don't need it
     dataset = import_module("torchvision.datasets").MNIST
     parts = []
@@ -104,8 +101,8 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
             with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
                 part = dataset(data_dir, train=is_train, download=True)
             if part.data.shape != (len(part.targets), 28, 28):
-                raise ValueError("as many labels as images of 28 x 28 pixels are needed")
-        except Exception as error:  # of a damaged file: nearly any
+                raise ValueError("there must be as many labels as images of 28 x 28 pixels")
+        except Exception as error:  # a damaged file can raise nearly anything
             raise UserError(
                 f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({cause(error)}): delete what "
                 f"is there, set --task.data_dir, or use the bundled digits: --task.source=digits"
@@ -116,10 +113,8 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
 
 
 def bundled_digits() -> tuple[Digits, Digits]:
-    """Return the 1,797 digits in scikit-learn, a fixed fifth of them for evaluation, enlarged to look like MNIST's.
-
-    Source: https://archive.ics.uci.edu/dataset/80 (8 x 8 pixels, 17 shades).
-    """
+    """Return the 1,797 digits in scikit-learn, enlarged to look like MNIST's, with a fixed fifth held out for
+    evaluation."""
     file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), delimiter=",")  # load_digits takes a second to import
     rows = np.random.default_rng(0).permutation(rows)
@@ -131,22 +126,22 @@ def bundled_digits() -> tuple[Digits, Digits]:
 
 
 class Mnist(Task):
-    """Tells which digit an image shows."""
+    """Classifies images of handwritten digits."""
 
     name: Literal["mnist"] = "mnist"
     """The task to train."""
     source: Literal["mnist", "digits"] = "mnist"
     """mnist: 60,000 + 10,000 images, downloaded once; digits: 1,438 + 359 that come with scikit-learn."""
     data_dir: ResumeSafe[str] = "data"
-    """Folder that torchvision keeps MNIST in, as MNIST/raw; it is downloaded if missing."""
+    """Folder where torchvision keeps MNIST, as MNIST/raw; downloaded if missing."""
     shift: Annotated[NonNegativeInt, Field(le=8)] = 2
-    """Largest shift of a training image along each axis, in pixels, drawn anew in each epoch."""
+    """Largest shift of a training image along each axis, in pixels, redrawn in each epoch."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 10.0
-    """Largest rotation of a training image, in degrees, drawn anew in each epoch."""
+    """Largest rotation of a training image, in degrees, redrawn in each epoch."""
     dropout: Annotated[float, Field(ge=0, lt=2)] = 0.2
-    """Scales the model's two dropout rates, 0.25 and 0.5; 0 switches them off."""
+    """Factor for the model's two dropout rates, 0.25 and 0.5; 0 turns them off."""
     label_smoothing: Fraction = 0.1
-    """Share of the training target that all ten digits share equally; the evaluation's loss has none."""
+    """Fraction of the training target that is spread evenly over all ten digits; the evaluation loss has none."""
 
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
 

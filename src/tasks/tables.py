@@ -1,4 +1,4 @@
-"""Tables of a classifier's evaluation: its worst mistakes, what it takes for what, its accuracy by label."""
+"""Tables of a classifier's evaluation: its worst mistakes, its confusion matrix and its accuracy by label."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from src.tasks.base import Tables, Tensors
 
 MOST_MISTAKES = 24
 MOST_LABELS = 50
-"""Labels in a table: where there are more, those that are wrongly predicted most often."""
+"""Labels in a table; if there are more, those that are most often predicted wrongly."""
 
 
 def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict[str, Any]]) -> Tables:
@@ -15,8 +15,8 @@ def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict
 
     Args:
         outputs: predictions and references, shape (examples,), int64, and probabilities, shape (examples, labels).
-        labels: their names.
-        show: returns, for an example's index, the first cells of its row among the mistakes.
+        labels: names of the labels.
+        show: returns the first cells of an example's row in `mistakes`, given its index.
     """
     predictions, references, probabilities = (outputs[n] for n in ("predictions", "references", "probabilities"))
     wrong = (predictions != references).nonzero()[:, 0]
@@ -39,7 +39,7 @@ def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict
 
 
 def label_columns(outputs: Tensors, labels: list[str]) -> dict[str, list[Any]]:
-    """Return the columns of a classifier's predictions. The arguments are those of `label_tables`."""
+    """Return the columns of a classifier's predictions. Arguments are as for `label_tables`."""
     names = {"label": "references", "prediction": "predictions"}
     columns = {column: [labels[i] for i in outputs[name].tolist()] for column, name in names.items()}
     for label, probabilities in zip(labels, outputs["probabilities"].T.tolist(), strict=True):

@@ -1,6 +1,6 @@
-"""What a task's methods return, looked at: one line for a user whose method returns something else than base.py says.
+"""Checks on what a task's methods return: one line for a user whose method returns the wrong thing.
 
-The loss is looked at in a run's first step only, so that the others cost nothing.
+The loss is checked in a run's first step alone, so that later steps cost nothing.
 """
 
 from typing import Any
@@ -13,24 +13,24 @@ from src.tasks.base import Task
 
 SUM = "the loss summed over its targets, not their mean, as a tensor of shape ()"
 MUST_RETURN = {
-    "build_datasets": "two map-style datasets, to train and to evaluate on, each with a length and an index",
+    "build_datasets": "two map-style datasets, to train on and to evaluate on, each with a length and indexing",
     "loss": SUM,
     "evaluate": f"two values: {SUM}, and tensors of shape (examples, ...) by name",
-    "metrics": "numbers by name, which float() makes of a tensor",
+    "metrics": "numbers by name; convert a tensor with float()",
 }
 MEAN = 1
-"""A loss's `reduction`, as autograd keeps it."""
+"""The `reduction` of a mean, as autograd stores it."""
 
 
 def require_right(task: Task, method: str, found: Any) -> None:
-    """Raise a UserError if the method has returned something else than it must."""
+    """Raise a UserError if the method returned the wrong thing."""
     if not _is_right(method, found):
         raise UserError(f"{type(task).__name__}.{method} must return {MUST_RETURN[method]}")
 
 
 def require_sum(task: Task, loss: Tensor, batch: Any) -> None:
-    """Raise a UserError if the loss of a batch is something else than a tensor of shape (), or one that torch averaged
-    over several targets. Autograd tells, but not of every mean: nothing is computed for this."""
+    """Raise a UserError if a batch's loss is not a tensor of shape (), or is a mean over several targets by one of
+    torch's losses. Autograd reveals most of these means, so nothing has to be computed."""
     require_right(task, "loss", loss)
     is_mean = getattr(loss.grad_fn, "_saved_reduction", None) == MEAN
     if is_mean and task.count(batch)["targets"] > 1:

@@ -1,4 +1,4 @@
-"""Language models and classifiers of texts; they need the extra `text` of pyproject.toml."""
+"""Language models and text classifiers; they need the `text` extra of pyproject.toml."""
 
 from src.config.errors import refuse
 from src.config.requirements import lacking

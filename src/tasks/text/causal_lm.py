@@ -1,4 +1,4 @@
-"""Next-token prediction with any decoder of transformers, from scratch or fine-tuned: `--task.name=causal_lm`."""
+"""Next-token prediction with any transformers decoder, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
 import math
 from functools import cached_property
@@ -36,40 +36,42 @@ from src.tasks.text.streaming.stream import Stream, build_stream
 from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
 
 SUMS = ("nats", "targets", "correct")
-"""Sums of an evaluation over a sequence: the loss, the number of targets, and of those that were the likeliest."""
+"""Sums over a sequence in an evaluation: the loss, the number of targets, and how many of them were the likeliest
+token."""
 
 
 class CausalLM(Decoder):
-    """Predicts the next token of text, prompts or chats."""
+    """Predicts the next token of raw text, of prompts with completions, or of chats."""
 
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
     chat_template: str | None = None
-    """A Jinja file with a chat template, or chatml, a usual one; null: the tokenizer's own."""
+    """A Jinja file with a chat template, or chatml, a common one; null: the tokenizer's own."""
     new_tokens: list[str] = []
-    """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and the last layer are trained,
-    beside adapters too."""
+    """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and last layer are trained,
+    alongside adapters too."""
     text_column: str | None = None
-    """Column of raw text. If none of these four is set, the columns that are there decide."""
+    """Column of raw text. If none of the four column settings is set, the column names decide."""
     prompt_column: str | None = None
-    """Column of prompts, together with completion_column."""
+    """Column of prompts; needs completion_column too."""
     completion_column: str | None = None
-    """Column of what is to follow the prompts."""
+    """Column of completions, which follow the prompts."""
     messages_column: str | None = None
-    """Column of chats: lists of messages with role and content (and tool_calls), or ShareGPT's from and value. A column
-    `tools` beside it describes what they may call."""
+    """Column of chats: lists of messages with role and content (and tool_calls), or ShareGPT's from and value. A
+    `tools` column beside it describes the tools that they may call."""
     train_on_prompts: bool = False
-    """Prompts and the other roles' turns contribute to the loss too, not only completions and the assistant's turns."""
+    """Include prompts and other roles' turns in the loss, not only completions and the assistant's turns."""
     sequence_length: PositiveInt = 1024
-    """Tokens that the model sees at once. Longer text makes several sequences, longer prompts and chats are cut off."""
+    """Tokens that the model sees at once. Longer text is split into several sequences; longer prompts and chats are
+    truncated."""
     packing: bool = True
-    """Put several short documents into one sequence. They don't see each other."""
+    """Pack several short documents into one sequence. They don't see each other."""
     questions: ResumeSafe[str | None] = None
-    """A .jsonl file of questions, each with the facts that a right answer names, literally:
-    {"question": "Which flag …?", "facts": ["--check"]}. They are answered at the end, without the adapters too."""
+    """A .jsonl file of questions, each with the facts that a right answer contains, word for word: {"question": "Which
+    flag …?", "facts": ["--check"]}. They are asked at the end, with and without the adapters."""
     attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
-    """How packed documents are kept apart: sdpa by a mask. auto: by torch's varlen kernel, which needs none, in half
-    precision on a GPU, if the model can, else by a mask."""
+    """How packed documents are kept apart. sdpa: by a mask. auto: by torch's varlen kernel, which needs no mask, in
+    half precision on a GPU if the model supports it; otherwise by a mask."""
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
     next_step: ClassVar[tuple[str, str]] = "talk", "src.tools.generate"
     splits_sequences: ClassVar[bool] = True
@@ -79,9 +81,9 @@ class CausalLM(Decoder):
 
     def _choose_attention(self) -> str:
         """Return the name of the attention that suits the device and the data, and note it. Raise a UserError if
-        sequences cannot be split over processes."""
+        sequences cannot be split across processes."""
         state, attention, note = self.state, "sdpa", ""
-        # a mask of a long sequence would take as much memory as nothing else does
+        # the mask of a long sequence would take more memory than anything else
         has_use = self.packing or state.cp.size > 1
         if self.attention == "auto" and has_use and state.device == "cuda" and state.dtype != torch.float32:
             if refusal := failure(self._config, "varlen", self.packing, state.device, state.dtype):
@@ -105,14 +107,14 @@ class CausalLM(Decoder):
 
     def build_empty_model(self) -> Any:
         if self.new_tokens:
-            return None  # their rows start from those of all other tokens, which no process would have
+            return None  # their rows start as the mean of all others, which no process would have
         return super().build_empty_model()
 
     def finish(self, model: Any) -> LanguageModel:
         torch.backends.cuda.enable_cudnn_sdp(False)  # the trials below compute attention too
         require_decoder(self._config, self.packing)
         attention = self._choose_attention()
-        set_ends(model, self._tokenizer)  # of what answers questions
+        set_ends(model, self._tokenizer)  # for generating answers to questions
         return LanguageModel(self.with_adapters(model), attention)
 
     def num_new_tokens(self) -> int:
@@ -126,7 +128,7 @@ class CausalLM(Decoder):
         if self.chat_template == "chatml":
             tokenizer.chat_template = CHATML
         elif self.chat_template:
-            with explained("task.chat_template: cannot be read, ", (OSError, UnicodeDecodeError)):
+            with explained("task.chat_template: cannot be read: ", (OSError, UnicodeDecodeError)):
                 tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         marks = ends_of_turn(tokenizer) if self.chat_template else []
         if marks and tokenizer.eos_token not in marks:
@@ -169,15 +171,15 @@ class CausalLM(Decoder):
         if self.is_tokenized_late:  # room: streaming
             chunks = with_sources(tables)
         if not any(chunks["targets"][:]):
-            says = f"no row has a completion, or a turn of the assistant, within sequence_length={length}"
+            says = f"no row has a completion, or an assistant's turn, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
         return pack(chunks, length) if self.packing else unpacked(chunks)
 
     def _stream(self, rows: list[Any], columns: Encoders) -> Stream:  # room: streaming
         if not self.packing and "text" in self._columns:
-            raise UserError("task.packing=false: streamed text makes any number of sequences, so pack it, packing=true")
+            raise UserError("task.packing=false: streamed text yields an unknown number of sequences: set packing=true")
         capacity = self.sequence_length if self.packing else None
-        if not self.is_streaming:  # what is loaded has been encoded
+        if not self.is_streaming:  # loaded rows are encoded already
             columns = dict.fromkeys(columns, as_is)
         return build_stream(self, rows, columns, self._chunker, capacity)
 
@@ -225,7 +227,7 @@ class CausalLM(Decoder):
         text = f"{len(labels):,} tokens, {share} contribute to the loss"
         for number, chunk in enumerate(chunks, start=1):
             text += f"\n──── document {number} of {len(chunks)} ────\n"
-            # each label is the token after: the last one is not read, and shown only if it contributes
+            # each label is the next token: the last one is not an input, and shown only if it contributes
             pairs = zip([*chunk["input_ids"], chunk["labels"][-1]], [-100, *chunk["labels"]], strict=True)
             for contributes, run in groupby(pairs, lambda pair: pair[1] != -100):
                 words = str(self._tokenizer.decode([token for token, _ in run if token != -100]))

@@ -1,4 +1,4 @@
-"""Chats as a tokenizer's template writes them, which parts the assistant wrote, and questions asked of the model."""
+"""Chats as a tokenizer's template writes them, the parts that the assistant wrote, and questions to ask the model."""
 
 import json
 import re
@@ -32,17 +32,17 @@ Spans = list[Span]
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 """Roles of ShareGPT's format and others, as templates call them."""
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Roles that are known to all, in lower case."""
+"""Common roles, in lower case."""
 ANSWER = {"role": "assistant", "content": "\ufdd0"}
-"""An answer that no chat has, to see what the template writes before one: Unicode gives this character no meaning."""
+"""An answer that no chat has, a noncharacter of Unicode, to see what the template writes around one."""
 CHATML = """\
 {% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-"""A template for models without one, in the format of Qwen's and SmolLM's."""
+"""A template for models without one, in the format of Qwen and SmolLM."""
 OTHER = "set another --task.chat_template"
 """What to do about a template that cannot be used."""
 LONGEST_TAG = 20
-"""Characters that the tag which opens a thought, and the space around it, take before a turn at most."""
+"""Maximum length of a thought's opening tag, with the space around it, before a turn, in characters."""
 EMPTY_THOUGHT = re.compile(
     r"\s*(?P<open>[<\[])(?P<tag>[\w:]*think\w*)[>\]]\s*(?P=open)/(?P=tag)[>\]]\s*", re.IGNORECASE
 )
@@ -51,8 +51,8 @@ EMPTY_THOUGHT = re.compile(
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Returns messages as JSON, for a chat template. Raises a ValueError if one of them is something else, or has a
-    role that nobody knows: the model would learn nothing of it."""
+    """Returns messages as JSON, for a chat template. Raises a ValueError if one of them is not a message, or has an
+    unknown role: the model would learn nothing from it."""
 
     template: str
 
@@ -63,16 +63,16 @@ class ChatEncoder:
         known = role_names(self.template)
         counts = Counter(message["role"] for message in chat if message["role"] not in known)
         if counts:
-            says = ", ".join(f"{count} of the role {role}" for role, count in counts.items())
+            says = ", ".join(f"{count} of {role}" for role, count in counts.items())
             raise ValueError(
-                f"has turns that nobody knows, {says}: neither {', '.join(USUAL_ROLES)} nor in the chat template"
+                f"has turns of unknown roles, {says}: neither {', '.join(USUAL_ROLES)} nor in the chat template"
             )
         return as_json([message | {"role": known[message["role"]]} for message in chat])
 
 
 @lru_cache
 def role_names(template: str) -> dict[str, str]:
-    """Return the roles that messages may have, in lower case, with each as the chat template writes it."""
+    """Return the roles that messages may have, in lower case, and how the chat template writes each."""
     named = {first or second for first, second in re.findall(r"'([^']+)'|\"([^\"]+)\"", template)}
     return {role: role for role in USUAL_ROLES} | {
         name.lower(): name.lower() if name.lower() in named else name for name in sorted(named)
@@ -80,8 +80,8 @@ def role_names(template: str) -> dict[str, str]:
 
 
 def as_tools(value: Any) -> str | None:
-    """Return a chat's tools, a list or its JSON, as JSON; None if there are none. Raise a ValueError if it is
-    neither."""
+    """Return a chat's tools, a list or its JSON, as JSON; None if there are none. Raise a ValueError for anything
+    else."""
     with explained("is not JSON: ", ValueError):
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
     if tools and not isinstance(tools, list):
@@ -90,16 +90,15 @@ def as_tools(value: Any) -> str | None:
 
 
 def _normalize_message(message: Any, where: str) -> Message:
-    """Return a message in OpenAI's or ShareGPT's format as templates take it: its role in lower case, content as text,
-    without nulls but for those in what tools are called with. Raise a ValueError that says what is wrong if it is
-    anything else."""
+    """Return a message in OpenAI's or ShareGPT's format as templates take it: role in lower case, content as text, and
+    no nulls except in the arguments of tool calls. Raise a ValueError that says what is wrong with any other."""
     message = _without_nulls(message) if isinstance(message, dict) else {}
     if "from" in message:
         message = {"role": message["from"], "content": message.get("value")}
     if not isinstance(message.get("role"), str):
         raise ValueError(f"{where} with neither role and content nor from and value")
     role = message["role"].strip().lower()
-    with explained(f"{where} with a tool call without a name, or arguments that are no JSON: ", Exception, ValueError):
+    with explained(f"{where} with a tool call without a name, or arguments that are not JSON: ", Exception, ValueError):
         calls = [_normalize_call(call) for call in message.get("tool_calls", ())]
     content = message.get("content", "" if calls else None)
     parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
@@ -110,7 +109,8 @@ def _normalize_message(message: Any, where: str) -> Message:
 
 
 def _normalize_call(call: Message) -> Message:
-    """Return a tool call with its arguments as a mapping: some data hold them as JSON, which templates would quote."""
+    """Return a tool call with its arguments as a mapping: some data have them as JSON text, which templates would
+    quote."""
     call = _without_nulls(call)
     function = call.get("function", call)
     arguments = function.get("arguments") or {}
@@ -120,14 +120,14 @@ def _normalize_call(call: Message) -> Message:
 
 
 def _without_nulls(fields: Message) -> Message:
-    """Return fields of a message without nulls: templates ask if one is there."""
+    """Return a message's fields without nulls: templates test whether a field is there."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def render_chat(
     chat: Chat, tools: Tools | None, tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
 ) -> tuple[str, Spans | None]:
-    """Return a chat as its template writes it, and which parts of that contribute to the loss: the assistant's turns,
+    """Return a chat as its template writes it, and which parts of it contribute to the loss: the assistant's turns,
     except for messages of weight 0; None: all. Raise a UserError if the template fails, leaves out tools or tool calls,
     or writes a turn so that it cannot be found."""
     render = partial(_render, tokenizer=tokenizer, tools=tools)
@@ -164,8 +164,8 @@ def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def _without_empty_thought(message: Message, start: int, end: int, text: str) -> Span:
-    """Return the part of the text that is a turn, without the empty thought that templates of models which may think
-    or not write into one without any: in the loss, it would teach such a model not to think (NeMo Automodel issue
+    """Return the part of the text that is a turn, without the empty thought that templates of models with optional
+    thinking write into a turn that has none: in the loss, it would teach the model not to think (NeMo Automodel issue
     3738)."""
     for thought in EMPTY_THOUGHT.finditer(text, max(0, start - LONGEST_TAG), end):
         # it may begin before the turn: some generation prompts end with <think>
@@ -175,7 +175,7 @@ def _without_empty_thought(message: Message, start: int, end: int, text: str) ->
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
-    with explained(f"the tokenizer's chat template refuses {_quote(chat)}: "):  # it is a program: it can raise anything
+    with explained(f"the tokenizer's chat template rejects {_quote(chat)}: "):  # it is a program: it can raise anything
         return str(tokenizer.apply_chat_template(chat, tools, tokenize=False, add_generation_prompt=prompts_answer))
 
 
@@ -183,12 +183,12 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
     """Return the part of the text that is the assistant's message `i`, from the generation prompt up to and including
     the mark that ends the turn.
 
-    Some templates (Qwen3, DeepSeek-R1) leave out the thoughts of a turn, or the empty place for them, once the chat
-    goes on: the rest of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
+    Once a chat continues, some templates (Qwen3, DeepSeek-R1) leave out a turn's thoughts, or the empty place for them:
+    the rest of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
     """
-    # templates refuse an empty chat; its beginning is what doesn't change with the answer
+    # templates reject an empty chat; its beginning is what doesn't change with the answer
     before = render(chat[:i], prompts_answer=True) if i else render([ANSWER | {"role": chat[0]["role"]}, *chat[1:]])
-    start = len(commonprefix([before, text]))  # noqa: RUF071  # of characters, not of parts of a path
+    start = len(commonprefix([before, text]))  # noqa: RUF071  # by character, not by part of a path
     is_found = not i or start == len(before) or text.startswith(render(chat[:i]).removesuffix(eos))
     turn = render(chat[: i + 1])[start:]
     if i + 1 < len(chat) and not text.startswith(turn, start):
@@ -198,7 +198,7 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
     size = next((size for size in sizes if turn.endswith(rest[:size])), 0)
     if not size or not is_found:
         raise UserError(
-            f"the tokenizer's chat template rewrites earlier turns once a chat goes on, so the assistant's in "
+            f"the tokenizer's chat template rewrites earlier turns once a chat continues, so the assistant's in "
             f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
         )
     return _without_empty_thought(chat[i], start, start + size, text)
@@ -209,27 +209,27 @@ def _quote(chat: Chat) -> str:
 
 
 MOST_TOKENS = 64
-"""Tokens after which an answer is cut off."""
+"""Maximum number of tokens in an answer."""
 
 
 class Question(BaseModel, extra="forbid", strict=True):
-    """A line of the file."""
+    """Holds a line of the file of questions."""
 
     question: str
     facts: list[str] = Field(min_length=1)
-    """What a right answer contains."""
+    """Texts that a right answer contains."""
     _prompt: list[int]
     """The question as the model sees it, in tokens."""
 
     def is_right(self, answer: str) -> bool:
-        """Return whether an answer has all of the facts, in capital or small letters."""
+        """Return whether an answer contains all of the facts, ignoring case."""
         return all(fact.casefold() in answer.casefold() for fact in self.facts)
 
 
 def read_questions(file: str, tokenizer: Any) -> list[Question]:
-    """Return the questions in a .jsonl file. Raise a UserError if there are none, a line is something else, or the chat
-    template refuses it."""
-    with explained(f"task.questions={file}: cannot be read, ", (OSError, UnicodeDecodeError)):
+    """Return the questions in a .jsonl file. Raise a UserError if there are none, a line is not a question, or the chat
+    template rejects it."""
+    with explained(f"task.questions={file}: cannot be read: ", (OSError, UnicodeDecodeError)):
         lines = Path(file).read_text(encoding="utf-8").split("\n")
     questions = []
     for number, line in enumerate(lines, start=1):
@@ -249,8 +249,8 @@ def read_questions(file: str, tokenizer: Any) -> list[Question]:
 def ask(
     model: Any, tokenizer: Any, questions: list[Question], device: torch.device, has_adapters: bool
 ) -> tuple[Metrics, Tables]:
-    """Return the share of right answers, and a table of all of them: what is likeliest, token by token. `before` is
-    without the adapters. Collective: each process asks all the questions."""
+    """Return the fraction of right answers, and a table of all answers, decoded greedily. `before` is without the
+    adapters. Collective: each process asks all the questions."""
     parameters = [*model.parameters()]
     if parameters[0].device.type != device.type:
         if is_first():  # generate would put its inputs there
@@ -281,8 +281,8 @@ def ask(
             row |= {when: answer, f"right {when}": is_right}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # some units stay gathered after a forward pass, and what is exported is sharded
-    for parameter in trained:  # which peft has frozen and not found again, where they were gathered meanwhile
+            module.reshard()  # some units stay gathered after a forward pass, but exporting needs shards
+    for parameter in trained:  # peft has frozen these, and missed them afterwards where they were gathered meanwhile
         parameter.requires_grad_(True)
     if is_first():
         say(f"answers with the right facts: {', '.join(counts)}")

@@ -1,8 +1,9 @@
-"""Sequences that several processes share (context parallelism, `cp_size` in the accelerate yaml).
+"""Context parallelism: several processes split each sequence (`cp_size` in the accelerate yaml).
 
-Each process of a group has a part of each sequence. Only attention needs other tokens: around it, an all-to-all makes
-all heads of a part of the sequence into some heads of all of it, and back. So attention sees whole documents, packed or
-not, and computes what it would on one process; and all processes have as much to do, however long the documents are.
+Each process of a group has a part of each sequence. Only attention needs other tokens: before it, an all-to-all trades
+all heads of a part of the sequence for some heads of the whole, and after it, another one trades back. So attention
+sees whole documents, packed or not, and computes what it would on one process; and all processes have the same amount
+of work, however long the documents are.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509.
 """
@@ -28,12 +29,12 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
-    """Return this process's part of what CausalLM.collate made of whole sequences.
+    """Return this process's part of a batch of whole sequences, from CausalLM.collate.
 
-    Labels have been shifted there: the one of a part's last token is the first token of the next part.
+    Labels have been shifted there: the label of a part's last token is the first token of the next part.
 
     Args:
-        batch: its rows divide into `cp.size` parts.
+        batch: a batch whose rows divide into `cp.size` parts.
         sizes: the tokens of each row, without padding.
     """
     inputs, index = batch["inputs"], batch["inputs"]["index"]
@@ -50,14 +51,15 @@ def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
     return {
         "inputs": inputs | own,
         "tokens": sum(min(max(size - start, 0), length) for size in sizes),
-        "pairs": batch["pairs"] / cp.size,  # of each head, and a process has as many heads as any other
+        "pairs": batch["pairs"] / cp.size,  # per head, and each process has the same number of heads
         "counts": {name: number * (cp.rank == 0) for name, number in batch.get("counts", {}).items()},
         **({"sources": batch["sources"][is_own]} if "sources" in batch else {}),  # room: streaming
     }
 
 
 def register(attention: str, cp: ContextParallel) -> str:
-    """Have transformers know this attention, sdpa or varlen, across the processes of a group. Return its name there."""
+    """Register this attention, sdpa or varlen, with transformers, across the processes of a group. Return its name
+    there."""
     AttentionInterface.register(
         "context_parallel", partial(across, cp, varlen_attention if attention == "varlen" else attention_by_document)
     )
@@ -74,36 +76,36 @@ def across(
     *arguments: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of this process's part of each sequence to all of it. Collective.
+    """Return the attention of this process's part of each sequence to the whole sequence. Collective.
 
-    `query`, `key` and `value` have the shapes that `attention` takes, but for their length: that of a part.
+    `query`, `key` and `value` have the shapes that `attention` takes, except for the length, which is that of a part.
     """
     heads = query.shape[1]
-    # Each process computes as many heads, and needs the heads of keys and values that they attend to. Where there are
-    # fewer of these than processes, each is sent to several of them. Where the heads don't divide, some of zeros, of
-    # which nothing comes back, make up for it.
+    # Each process computes the same number of heads, and needs the heads of keys and values that they attend to. If
+    # there are fewer of these than processes, each is sent to several processes. If the heads don't divide evenly,
+    # heads of zeros fill up, and their output is dropped.
     copies = math.lcm(key.shape[1], cp.size) // key.shape[1] if heads % cp.size == 0 else heads // key.shape[1]
-    # rotary embeddings may have made queries and keys fp32 under autocast, twice the bytes
+    # under autocast, rotary embeddings may have turned queries and keys into fp32, twice the bytes
     tensors = [query.to(value.dtype), *(t.to(value.dtype).repeat_interleave(copies, 1) for t in (key, value))]
     tensors = [F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % cp.size)) for tensor in tensors]
-    # of shape (processes, batch, length of a part, heads of each, head size): that of values may differ
+    # shape (processes, batch, length of a part, heads per process, head size); values may have another head size
     cut = [tensor.unflatten(1, (cp.size, -1)).permute(1, 0, 3, 2, 4) for tensor in tensors]
-    received = _exchanged(torch.cat([tensor.flatten(3) for tensor in cut], -1), cp)
+    received = _all_to_all(torch.cat([tensor.flatten(3) for tensor in cut], -1), cp)
     joined = torch.cat([*received], 1).split([tensor.shape[3:].numel() for tensor in cut], -1)
     whole = (part.unflatten(-1, tensor.shape[3:]).transpose(1, 2) for part, tensor in zip(joined, cut, strict=True))
     output, _ = attention(module, *whole, *arguments, **options)
-    parts = _exchanged(output.unflatten(1, (cp.size, -1)).movedim(1, 0), cp)
+    parts = _all_to_all(output.unflatten(1, (cp.size, -1)).movedim(1, 0), cp)
     return torch.cat([*parts], 2)[:, :, :heads], None
 
 
-def _exchanged(parts: Tensor, cp: ContextParallel) -> Tensor:
-    """Send part i, along the first dimension, to process i of the group. Return what came from each."""
+def _all_to_all(parts: Tensor, cp: ContextParallel) -> Tensor:
+    """Send part i, along the first dimension, to process i of the group. Return what each process sent."""
     return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, cp.group)
 
 
 def require_known_positions(config: PreTrainedConfig) -> None:
-    """Raise a UserError if rotary embeddings depend on the longest position, of which each part has its own."""
+    """Raise a UserError if rotary embeddings depend on the longest position, which differs from part to part."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for kind in ("dynamic", "longrope"):
         if f"'{kind}'" in str(rope):
-            raise UserError(f"{config.model_type}: rotary embeddings of type {kind} depend on the length: no cp_size")
+            raise UserError(f"{config.model_type}: rotary embeddings of type {kind} depend on length: unset cp_size")

@@ -1,8 +1,8 @@
-"""Files with rows, here or wherever fsspec reads: which there are, where their rows are, and the rows as written.
+"""Data files, local or wherever fsspec reads: which there are, where their rows are, and the rows as written.
 
-A JSON value is what Python's json module reads, a cell of a csv or tsv is text, as its csv module reads it, and a .txt
-is one document. Nothing is guessed: 1.10 and 001 stay so, a date is text, "NA" and "null" are words. An index of a file
-is made once, in a pass over it; its groups of rows are then read without reading the rest.
+A JSON value is what Python's json module reads, a csv or tsv cell is text, as its csv module reads it, and a .txt is
+one document. Nothing is guessed: 1.10 and 001 stay as they are, a date is text, "NA" and "null" are words. A file is
+indexed once, in one pass; its groups of rows are then read without reading the rest.
 """
 
 import csv
@@ -33,51 +33,51 @@ from src.config.terminal import bar
 
 T = TypeVar("T")
 Splits = dict[str, list[str]]
-"""Names of files, by the split that they are of."""
+"""File names by split."""
 KINDS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 TOGETHER = {".jsonl", ".parquet"}
 """Kinds that a folder may mix: values in both have types."""
 EVALUATION = ("validation", "valid", "val", "dev", "eval", "test")
 """Names of an evaluation split; the first one present is used."""
 SPLITS = {"train": "train", "val": "validation", "dev": "validation", "eval": "test", "test": "test"}
-"""Beginnings of words in the names of files, and the split that such a file belongs to."""
+"""Prefixes of words in file names, and the split that such a file belongs to."""
 SPLIT_WORD = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLITS)})")
 FOLDERS = ("train", "training", *EVALUATION)
-"""Names of folders that say the split of the files in them."""
+"""Names of folders that tell the split of the files in them."""
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds to wait after each failure to read, before the next try."""
+"""Seconds to wait after each failed read before the next try."""
 LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError)
-"""Errors that another try would not mend; pyarrow's ArrowInvalid is a ValueError."""
+"""Errors that another try would not fix; pyarrow's ArrowInvalid is a ValueError."""
 VERSIONS = (
     "ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "Digest", "generation", "mtime", "LastModified",
     "Last-Modified", "created",
 )  # fmt: skip
-"""What file systems call that which changes with a file's content. `created` of a local file is the time of its last
-change, which, unlike `mtime`, no copying tool sets back, but a hard link or other permissions are changes too."""
+"""What file systems call a value that changes with a file's content. `created` of a local file is the time of its last
+change: unlike `mtime`, no copying tool sets it back, but a new hard link or new permissions change it too."""
 
 
 def path_error(path: Path) -> str | None:
-    """Return why a local file or folder cannot be a dataset, found without reading rows; None if it may be one."""
+    """Return why a local file or folder cannot be a dataset, without reading rows; None if it may be one."""
     if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        return "is a folder of Dataset.save_to_disk: write its rows by to_parquet or to_json, and name those"
+        return "was written by Dataset.save_to_disk: write its rows with to_parquet or to_json, and name that file"
     kinds = {Path(file).suffix.lower() for file in list_files(str(path))}
     if kinds and (len(kinds) == 1 or kinds <= TOGETHER):
         return None
-    return f"must be a file, or a folder with files, of one of the kinds {', '.join(KINDS)}"
+    return f"must be a file, or a folder of files, of one of the kinds {', '.join(KINDS)}"
 
 
 def find_files(url: str) -> dict[str, str]:
-    """Return the files with rows in a folder and those below it, or the only one, each with its version. Raise a
-    UserError if there are none."""
+    """Return the data files in a folder and those below it, or the only file, each with its version. Raise a UserError
+    if there are none."""
     files = patiently(f"task.dataset={url}", lambda: list_files(url))
     if not files:
-        raise UserError(f"task.dataset={url}: no file there of one of the kinds {', '.join(KINDS)}")
+        raise UserError(f"task.dataset={url}: no files there of the kinds {', '.join(KINDS)}")
     return files
 
 
 def list_files(url: str) -> dict[str, str]:
-    """Return what is there of KINDS, each with its version. Hidden files are none: whose names, or folders' below this
-    one, begin with a dot or an underscore, such as backups of editors and what is written beside a download."""
+    """Return the files of KINDS at a URL, each with its version. Skip hidden ones, where a part of the path below the
+    URL begins with a dot or an underscore, such as editors' backups and what is written beside a download."""
     system, path = fsspec.core.url_to_fs(url)
     system.invalidate_cache()
     files = {}
@@ -86,7 +86,7 @@ def list_files(url: str) -> dict[str, str]:
         is_hidden = any(part.startswith((".", "_")) for part in inner)
         if not is_hidden and name.lower().endswith(KINDS):
             full_name = name if "file" in system.protocol else system.unstrip_protocol(name)
-            # a listing by HTTP says of a file that it is there, no more, and a local one tells a link's own times
+            # an HTTP listing says only that a file exists, and a local one gives the times of a link itself
             is_enough = any(key in info for key in VERSIONS) and not info.get("islink")
             facts = info if is_enough else system.info(name)
             files[full_name] = " ".join(f"{key}={facts[key]}" for key in ("size", *VERSIONS) if key in facts)
@@ -94,13 +94,13 @@ def list_files(url: str) -> dict[str, str]:
 
 
 def lasting(version: str) -> str:
-    """Return that part of a version which changes with the content alone."""
+    """Return the part of a version that changes with the content alone."""
     return version.partition(" created=")[0] if " mtime=" in version else version
 
 
 def by_split(files: Iterable[str]) -> Splits:
-    """Return the files of a folder by the split that their names say, or those of the folders in it; where none does,
-    all are to train on."""
+    """Return a folder's files by split, as the names of files and subfolders tell it; if none does, all are to train
+    on."""
     files = [*files]
     splits: Splits = {}
     depth = len(PurePosixPath(os.path.commonpath([PurePosixPath(file).parent for file in files])).parts)
@@ -113,8 +113,8 @@ def by_split(files: Iterable[str]) -> Splits:
 
 
 def declared_splits(folder: str, config: str | None) -> Splits | None:
-    """Return the files of a folder by split, as its dataset card declares them: a folder as `hf download` leaves it may
-    have several configurations. None if there is no card, or it declares none."""
+    """Return a folder's files by split, as its dataset card declares them: a folder from `hf download` may have several
+    configurations. None if there is no card, or it declares none."""
     card = Path(folder, "README.md")
     if not card.is_file() or "configs" not in (metadata_load(card) or {}):
         return None
@@ -128,18 +128,18 @@ def splits_of(dataset: str, config: str | None) -> Splits:
 
 
 def patiently(url: str, read: Callable[[], T]) -> T:
-    """Return what `read` does, tried again after longer and longer waits if it fails; raise a RunError at last. Raise a
-    UserError at once if it failed for good."""
+    """Return what `read` returns, trying again after increasing waits if it fails. Raise a RunError after the last try,
+    or a UserError at once if another try would not help."""
     for wait in (*WAITS, None):
         try:
             return read()
         except UserError:
             raise
-        except Exception as error:  # of aiohttp's, botocore's and many others' kinds
+        except Exception as error:  # aiohttp, botocore and many others have their own kinds
             if isinstance(error, LASTING) or "Credential" in type(error).__name__:
-                raise UserError(f"{url}: cannot be read, {cause(error)[:200]}") from error
+                raise UserError(f"{url}: cannot be read: {cause(error)[:200]}") from error
             if wait is None:
-                says = f"cannot be read, tried {len(WAITS) + 1} times, {cause(error)[:200]}"
+                says = f"cannot be read, tried {len(WAITS) + 1} times: {cause(error)[:200]}"
                 raise RunError(f"{url}: {says}") from error
             time.sleep(wait)
     raise AssertionError
@@ -149,36 +149,36 @@ GROUP_ROWS = 1024
 """Rows of a text file that are read at once."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PIECE = 2**20
-"""Bytes that are read of a file at once, while it is indexed."""
+"""Bytes of a file that are read at once while it is indexed."""
 TSV: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-"""Options of Python's csv module for a .tsv: in it, quotes are text too."""
+"""Options of Python's csv module for a .tsv, in which quotes are plain text."""
 SENTINEL = "end"
-"""A line that is put after those of a table: a quote that is still open swallows it."""
+"""A line added after a table's own: a quote that is still open swallows it."""
 UTF8 = ("utf-8", "surrogateescape")
-"""Bytes that are no UTF-8 are kept, so that the row with them can be named."""
-NO_ROWS = 'no rows but one object: write a list of objects, or one a line (pandas: orient="records", lines=True)'
+"""Bytes that are not UTF-8 are kept, so that messages can name their row."""
+NO_ROWS = 'one object, not rows: write a list of objects, or one per line (pandas: orient="records", lines=True)'
 csv.field_size_limit(2**31 - 1)
 
 
 class Group(NamedTuple):
-    """Rows that are read at once."""
+    """Locates a group of rows that are read at once."""
 
     rows: int
     size: int
     """Bytes."""
     start: int
-    """First byte of them; of parquet, the row group's number."""
+    """First byte; for parquet, the row group's number."""
     end: int
     line: int
-    """First line; of kinds that are not made of lines, first row."""
+    """First line; for kinds without lines, first row."""
 
 
 RecordSize = tuple[int, int, int]
-"""Bytes, lines and rows of what belongs together."""
+"""Number of bytes, lines and rows of a record."""
 
 
 def grouped(records: Iterable[RecordSize], position: int) -> list[Group]:
-    """Return groups of GROUP_ROWS rows. The first record begins at this byte."""
+    """Return groups of GROUP_ROWS rows. The first record begins at byte `position`."""
     groups, start, first, line, rows = [], position, 1, 1, 0
     for size, lines, number in records:
         position += size
@@ -187,7 +187,7 @@ def grouped(records: Iterable[RecordSize], position: int) -> list[Group]:
         if rows >= GROUP_ROWS:
             groups.append(Group(rows, position - start, start, position, first))
             rows = 0
-        if not rows:  # what comes before a group is none of it: a header, blank lines
+        if not rows:  # a header or blank lines before a group are not part of it
             start, first = position, line
     if rows:
         groups.append(Group(rows, position - start, start, position, first))
@@ -195,32 +195,32 @@ def grouped(records: Iterable[RecordSize], position: int) -> list[Group]:
 
 
 class Index(NamedTuple):
-    """What one pass over a file finds."""
+    """Holds the result of one pass over a file."""
 
     columns: list[str]
     groups: list[Group]
     note: str = ""
-    """What the user should know of it."""
+    """Something that the user should know about the file."""
 
 
 class Parsed(NamedTuple):
-    """The rows of a group."""
+    """Holds the parsed rows of a group."""
 
     rows: list[dict[str, Any]]
     lines: list[int]
-    """Where each begins, counted from the group's first line."""
+    """The line where each begins, counted from the group's first."""
     unreadable: dict[int, str]
-    """Why a row is none, by place. It is in `rows` too, perhaps without values."""
+    """Why a row is unreadable, by position. It is in `rows` too, perhaps without values."""
 
 
 def index_lines(file: BufferedReader, start: int, _names: list[str]) -> Index:
-    """Index a .jsonl file. Blank lines are no rows."""
+    """Index a .jsonl file, ignoring blank lines."""
     rows, groups = _first_rows_and_groups(file, start)
     return Index(_keys(rows), groups)
 
 
 def _first_rows_and_groups(file: BufferedReader, start: int) -> tuple[list[Any], list[Group]]:
-    """Return the rows in the first lines, and the groups."""
+    """Return the rows in the first lines, and all groups."""
     head: list[bytes] = []
 
     def records() -> Iterator[RecordSize]:
@@ -253,14 +253,14 @@ def parse_lines(data: bytes, _columns: Sequence[str] = ()) -> Parsed:
 
 def _add(parsed: Parsed, row: Any, reason: str = "") -> None:
     if not isinstance(row, dict):
-        row, reason = {}, f"but {type(row).__name__}"
+        row, reason = {}, f"found {type(row).__name__}"
     if reason:
-        parsed.unreadable[len(parsed.rows)] = f"is no JSON object, {reason}"
+        parsed.unreadable[len(parsed.rows)] = f"is not a JSON object: {reason}"
     parsed.rows.append(row)
 
 
 def index_json(file: BufferedReader, start: int, _names: list[str]) -> Index:
-    """Index a .json file: a list of objects, which is read whole, or an object a line. Raise a ValueError if it is
+    """Index a .json file: a list of objects, which is read whole, or one object per line. Raise a ValueError for any
     other JSON."""
     if file.peek(GROUP_ROWS).lstrip()[:1] != b"[":
         rows, groups = _first_rows_and_groups(file, start)
@@ -286,20 +286,20 @@ def parse_json(data: bytes, columns: Sequence[str]) -> Parsed:
 
 
 def index_table(file: BufferedReader, start: int, names: list[str], **dialect: Any) -> Index:
-    """Index a .csv or .tsv file, whose header are `names` or, where there are none, its first line that is not blank.
-    Raise a ValueError if the header names a column twice."""
+    """Index a .csv or .tsv file, whose header is `names` or, if that is empty, the first line that is not blank. Raise
+    a ValueError if the header names a column twice."""
     columns, longest, number = names, (1, 0), 0
     record: list[bytes] = []
 
     def text() -> Iterator[str]:
         for line in file:
-            for part in line.splitlines(keepends=True):  # old Macs have other ends
+            for part in line.splitlines(keepends=True):  # old Macs end lines differently
                 record.append(part)
                 yield part.decode(*UTF8)
 
     def records() -> Iterator[RecordSize]:
         nonlocal columns, longest, number
-        for cells in csv.reader(text(), **dialect):  # it asks for no line beyond the record
+        for cells in csv.reader(text(), **dialect):  # it reads no line beyond the record
             longest = max(longest, (len(record), number + 1))
             number += len(record)
             yield sum(map(len, record)), len(record), bool(cells and columns)
@@ -310,8 +310,8 @@ def index_table(file: BufferedReader, start: int, names: list[str], **dialect: A
     if twice := [name for name in columns if name and columns.count(name) > 1]:
         raise ValueError(f"two columns are called {twice[0]}")
     height, line = longest
-    note = f"{number:,} lines are {sum(group.rows for group in groups):,} rows, as cells in quotes go over several: "
-    note += f"the longest row has lines {line:,} to {line + height - 1:,}"
+    note = f"{number:,} lines are {sum(group.rows for group in groups):,} rows, as quoted cells span several: "
+    note += f"the longest row is lines {line:,} to {line + height - 1:,}"
     return Index(columns, groups, note if height > 1 else "")
 
 
@@ -352,27 +352,27 @@ TEXT_FORMATS: dict[str, tuple[Callable[..., Index], Callable[[bytes, Sequence[st
     ".csv": (index_table, parse_table),
     ".tsv": (partial(index_table, **TSV), partial(parse_table, **TSV)),
 }
-"""How each kind is indexed and its groups are read."""
+"""How each kind is indexed, and how its groups are parsed."""
 HAVE_LINES = (".jsonl", ".csv", ".tsv")
-"""Kinds whose rows are named by their line; in others they are counted."""
+"""Kinds whose rows are named by line; rows of other kinds are counted."""
 
 
 INDEX_CODE = Path(__file__).read_text(encoding="utf-8")
-"""The source of what makes an index: when it changes, files are indexed again."""
+"""The source code that makes an index: when it changes, files are indexed again."""
 READERS = 16
-"""Files that are indexed at once: to read a footer elsewhere is mostly to wait."""
+"""Files that are indexed at once: reading a remote footer is mostly waiting."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A file as the index has it. What is read of it is cached by the object."""
+    """Describes an indexed file. What is read from it is cached per object."""
 
     url: str
     version: str
-    """What the file system says of the file's version."""
+    """The file's version, as the file system reports it."""
     digest: str
-    """SHA-256 of all bytes; of parquet's footer alone, which says where each part of the file is and within which
-    bounds its values are."""
+    """SHA-256 of all bytes; for parquet, of the footer alone, which says where each part of the file is and gives the
+    bounds of its values."""
     columns: list[str]
     groups: list[Group]
     note: str
@@ -383,8 +383,8 @@ class Shard:
 
 
 def index_files(files: dict[str, str], column_names: list[str], cache: Path) -> list[Shard]:
-    """Return the index of what `find_files` found; from the cache, if it is there and nothing has changed since.
-    `column_names` are the columns of tables without a header. Raise a UserError that names all files which cannot be
+    """Return the index of the files from `find_files`; from the cache, if nothing has changed since it was made.
+    `column_names` are the columns of tables without a header. Raise a UserError that names all files that cannot be
     indexed."""
     key = json.dumps([files, column_names, INDEX_CODE])
     file = cache / f"index-{hashlib.sha256(key.encode()).hexdigest()}.json"
@@ -439,7 +439,7 @@ def _index_text(file: Any, kind: str, column_names: list[str]) -> tuple[str, Ind
 
 
 class _Hashed(io.RawIOBase):
-    """A file of which all bytes are hashed as they are read."""
+    """Hashes all bytes of a file as they are read."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.digest = file, hashlib.sha256()
@@ -455,25 +455,25 @@ class _Hashed(io.RawIOBase):
 
 
 SECONDS = 5
-"""How long the Hub may take to answer."""
+"""Seconds that the Hub may take to answer."""
 
 
 @cache
 def can_reach_hub() -> bool:
-    """Return whether the Hub answers. If it does not, work offline from now on, with what was fetched before: its
-    client would ask six times for each file, for half a minute."""
+    """Return whether the Hub answers. If not, work offline from now on, with what was fetched before: its client would
+    try six times for each file, for half a minute."""
     if not constants.HF_HUB_OFFLINE:
         try:
             get_session().head(constants.ENDPOINT, timeout=SECONDS)
-        except Exception:  # the client's library, of which there are two, raises errors of its own
+        except Exception:  # the client may use either of two libraries, each with its own errors
             constants.HF_HUB_OFFLINE = True
     return not constants.HF_HUB_OFFLINE
 
 
 @contextmanager
 def loading(setting: str, name: str | None) -> Iterator[None]:
-    """Turn any failure to load what `task.<setting>` names, here or on the Hub, into a UserError of one line, unless it
-    is in our own words already."""
+    """Turn any failure to load what `task.<setting>` names, locally or on the Hub, into a one-line UserError, unless it
+    is an error of ours already."""
     if name and "://" not in name and not Path(name).exists():
         can_reach_hub()
     try:
@@ -481,9 +481,9 @@ def loading(setting: str, name: str | None) -> Iterator[None]:
     except (UserError, RunError):
         raise
     except Exception as error:  # transformers, datasets, safetensors, torch and the Hub's client raise many kinds
-        reason = f"cannot be loaded, {cause(error).split('. ')[0][:300]}"
+        reason = f"cannot be loaded: {cause(error).split('. ')[0][:300]}"
         if "trust_remote_code" in str(error):
-            reason = "wants to run code of its own, which is not allowed here; use one that transformers has"
+            reason = "needs to run code of its own, which is not allowed here; use one that transformers supports"
         elif isinstance(error.__cause__, LocalEntryNotFoundError):
             reason = f"the Hub cannot be reached; give a folder that has it, --task.{setting}=FOLDER"
         raise UserError(f"task.{setting}={name}: {reason}") from error

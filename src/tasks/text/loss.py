@@ -1,7 +1,7 @@
-"""The loss of a decoder of transformers in little memory, and attention that keeps packed documents apart.
+"""The loss of a transformers decoder in little memory, and attention that keeps packed documents apart.
 
-transformers' own way is a mask of shape (batch, 1, length, length), which each layer reads and keeps. torch's kernel
-for documents of any length needs none. Both are here as functions of where documents end.
+transformers itself uses a mask of shape (batch, 1, length, length), which each layer reads and keeps. torch's kernel
+for documents of any length needs none. The attention functions here take the ends of documents instead.
 """
 
 import copy
@@ -25,18 +25,19 @@ from src.tasks.base import num_weights
 from src.tasks.text.model import fsdp_blocks, without_adapters
 
 WITHOUT_EFFECT = {"cu_seq_lens_k", "max_length_k", "position_ids", "is_causal"}
-"""Arguments of attention functions that do not change the attention of a decoder within a document."""
+"""Arguments of attention functions that do not change a decoder's attention within a document."""
 
 HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""torch 2.11 has none: its kernel takes fewer heads of keys and values as they are."""
+"""torch 2.11 has no such switch: its kernel takes fewer heads of keys and values without it."""
 
 
 def document_lengths(ends: list[int]) -> dict[str, Any]:
-    """Return `cu_seq_lens`, where in the flattened batch each document begins and the last ends, of shape
-    (documents + 1,), int32; and `max_length`, an int that none exceeds. `ends` is where each ends; padding is one too.
+    """Return `cu_seq_lens`, where in the flattened batch each document begins and the last one ends, of shape
+    (documents + 1,), int32; and `max_length`, an int that no document exceeds. `ends` is where each one ends, padding
+    being a document too.
 
     A compiler would specialize on the longest length and on the number of documents: both are rounded up to a power of
-    two, so that few of them occur. The documents that this adds have no tokens.
+    two, so that they take few values. The documents that this adds have no tokens.
     """
     edges = torch.tensor([0, *ends], dtype=torch.int32)
     cu_seq_lens = torch.full((_power_of_two(len(ends)) + 1,), ends[-1], dtype=torch.int32)
@@ -62,16 +63,16 @@ def varlen_attention(
     max_length_q: int,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return each token's attention to itself and to those before it in its document; for AttentionInterface.
+    """Return each token's attention to itself and to those before it in its document, for AttentionInterface.
 
     Args:
         query: shape (batch, heads, length, head size). `key` and `value` may have fewer heads.
         sliding_window: the most tokens that a token attends to, itself included; None: all.
-        cu_seq_lens_q, max_length_q: those of `document_lengths`.
+        cu_seq_lens_q, max_length_q: as from `document_lengths`.
 
     Returns:
-        Shape (batch, length, heads, head size), in the dtype of `value`: rotary embeddings may have made the others
-        fp32 under autocast.
+        Shape (batch, length, heads, head size), in the dtype of `value`: under autocast, rotary embeddings may have
+        turned the others into fp32.
 
     Raises:
         ValueError: the model asks for more than the kernel can do.
@@ -80,7 +81,7 @@ def varlen_attention(
     q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    # if they aren't grouped but say so, the backward pass may take another kernel
+    # claiming groups where there are none may select another kernel for the backward pass
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if HAS_GQA_SWITCH else {}
     output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, **grouped)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -100,8 +101,8 @@ def attention_by_document(
     max_length_q: int,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return what `varlen_attention` does, by the usual kernel, a document at a time: in any dtype, and with dropout.
-    Only windows need a mask. On a GPU, the host waits for the lengths."""
+    """Return what `varlen_attention` does, by the usual kernel, one document at a time: in any dtype, and with dropout.
+    Only sliding windows need a mask. On a GPU, the host waits for the lengths."""
     _require_known("per-document", {"attention_mask": attention_mask, **options})
     lengths = [length for length in cu_seq_lens_q.diff().tolist() if length]
     packed = (t.to(value.dtype).transpose(1, 2).flatten(0, 1).split(lengths) for t in (query, key, value))
@@ -122,19 +123,19 @@ def attention_by_document(
 def attention_in_halves(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Return what `attention_by_document` does, where two rows of the batch, one after the other, are the halves of a
-    sequence. Rows don't see each other elsewhere in a model: what it computes is what two processes would, which have
-    a half each."""
+    """Return what `attention_by_document` does, where every two successive rows of the batch are the halves of a
+    sequence. As rows don't see each other elsewhere in a model, it computes what two processes with a half each
+    would."""
     whole = (tensor.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3) for tensor in (query, key, value))
     output, _ = attention_by_document(module, *whole, *arguments, **options)
     return output.unflatten(1, (2, -1)).flatten(0, 1), None
 
 
 def _require_known(name: str, options: dict[str, Any]) -> None:
-    """Raise a ValueError if attention of this name is asked for what it can't do."""
+    """Raise a ValueError if the attention of this name is asked for something that it can't do."""
     asked = {option for option, value in options.items() if value is not None and value is not False}
     if unknown := sorted(asked - WITHOUT_EFFECT):
-        raise ValueError(f"{name} attention has no {' and no '.join(unknown)}")
+        raise ValueError(f"{name} attention does not support {' and '.join(unknown)}")
 
 
 AttentionInterface.register("varlen", varlen_attention)  # without an AttentionMaskInterface no mask is made
@@ -149,7 +150,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         device = states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
-        def rounded(tensor: Tensor) -> Tensor:  # on a CPU products of half precision have sums of half precision
+        def rounded(tensor: Tensor) -> Tensor:  # on a CPU, half-precision products have half-precision sums
             return tensor.to(dtype) if device == "cuda" else tensor.to(dtype).float()
 
         states_grad = torch.empty_like(states)
@@ -169,54 +170,54 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 states_grad[part] = torch.mm(gradient, weight, **exact)
                 if weight_grad is not None:
                     torch.addmm(weight_grad, gradient.t(), inputs, out=weight_grad, **exact)
-                del outputs, chunk_loss, gradient  # before there are others
+                del outputs, chunk_loss, gradient  # before the next ones are made
         ctx.save_for_backward(states_grad, weight_grad)
         return loss
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         states, weight = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
-        return states, weight, None, None, None  # autograd casts them to the dtypes of what was passed in
+        return states, weight, None, None, None  # autograd casts them to the dtypes of the inputs
 
 
 linear_cross_entropy: Callable[..., Tensor] = _LinearCrossEntropy.apply
 """Return the cross-entropy summed over the targets; shape (), fp32.
 
-Factors of products are rounded to the dtype of autocast, else of the states; sums are kept in fp32, that of the
-weight's gradient over all chunks too.
+Factors of products are rounded to the dtype of autocast, or else of the states; sums are kept in fp32, including that
+of the weight's gradient over all chunks.
 
 Args:
-    states: what the layer sees, shape (targets, width).
+    states: inputs of the layer, shape (targets, width).
     weight: shape (vocabulary, width).
     targets: shape (targets,), int64.
-    finished: makes the logits of the layer's outputs, fp32.
-    rows: for how many targets there are logits at once.
+    finished: turns the layer's outputs into logits, fp32.
+    rows: the number of targets whose logits are computed at once.
 """
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of the matrix products in a forward and a backward pass; what is computed twice counts once. For the
-    model FLOPs utilization of Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, appendix B), but with only those
-    pairs of tokens that attention needs."""
+    """Counts the operations of the matrix products in a forward and a backward pass; what is recomputed counts once.
+    For the model FLOPs utilization of Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, appendix B), except that
+    only the pairs of tokens that attention needs count."""
 
     per_token: int
     per_target: int
-    """In the output layer: only tokens with a target pass it."""
+    """In the output layer, which only tokens with a target pass through."""
     per_pair: int
-    """For each pair of a token and one that it sees, itself included, in all layers."""
+    """For each pair of a token and one that it attends to, itself included, over all layers."""
 
     def total(self, tokens: int, targets: int, pairs: int) -> int:
-        """Return the operations for so many of each."""
+        """Return the operations for these numbers of each."""
         return self.per_token * tokens + self.per_target * targets + self.per_pair * pairs
 
 
 def count_flops(model: PreTrainedModel) -> Flops | None:
-    """Return the operations of a decoder; None if they are not known: it has layers other than full attention and
-    matrices that every token passes, such as windows, state spaces or experts.
+    """Return the operations of a decoder; None if they are unknown, because it has layers other than full attention and
+    matrices that every token passes through, such as windows, state spaces or experts.
 
     A matrix takes two operations per weight in the forward pass, two for the gradient of its input, and two for its own
-    unless it is frozen. Nothing counts that text does not pass through.
+    gradient unless it is frozen. Layers that text does not pass through don't count.
     """
     config, decoder = model.config.get_text_config(), model.get_decoder()
     heads, kinds = getattr(config, "num_attention_heads", None), getattr(config, "layer_types", None) or ()
@@ -236,16 +237,16 @@ def _of_matrices(modules: Iterable[nn.Module]) -> int:
 
 
 CHUNK, CHUNK_ON_GPU = 2**24, 3 * 2**24
-"""Logits that are computed at once: 64 MiB in fp32; 192 MiB on a GPU, which small products leave idle."""
+"""Logits that are computed at once: 64 MiB in fp32; 192 MiB on a GPU, which small products would leave idle."""
 TILE = 128
 """Rows that a GPU's matrix products compute together: the last of 1,046 rows would leave most of a tile idle."""
 
 
 class LanguageModel(nn.Module):
-    """Computes losses from the logits of a few tokens at a time: with a vocabulary of 100,000, nothing takes as much
-    memory as all of them.
+    """Computes losses from the logits of a few tokens at a time: with a vocabulary of 100,000, all logits at once would
+    take more memory than anything else.
 
-    `lm` comes from AutoModelForCausalLM, fp32, of a kind that `trial.failure` has nothing against; or is a PeftModel of
+    `lm` comes from AutoModelForCausalLM, fp32, and is of a kind for which `failure` returns None, or is a PeftModel of
     such a model. `attention` is "sdpa", the model's own with masks, or the name of one that takes documents' lengths.
     """
 
@@ -258,13 +259,13 @@ class LanguageModel(nn.Module):
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
         self.hf.get_input_embeddings().register_forward_hook(_in_bf16_under_autocast)
-        with_new_rows = isinstance(head, TrainableTokensWrapper)  # its weight has them
+        with_new_rows = isinstance(head, TrainableTokensWrapper)  # its weight includes them
         # with adapters it is not plain
         self._is_plain_head = with_new_rows or (type(head) is nn.Linear and head.bias is None)
-        # Accelerate finds out whether layers are tied by their weights, which peft makes anew each time
+        # Accelerate compares weights to see whether layers are tied, and peft makes new ones on each access
         self._has_tied_rows = with_new_rows and head.token_adapter.tied_adapter is not None
         if self._is_plain_head:
-            # around it, FSDP gathers the weight
+            # FSDP gathers the weight around this call
             head.forward = partial(self._head_forward, head)
         used = {*self.hf.get_decoder().parameters(), *head.parameters()}
         for parameter in {*self.hf.parameters()} - used:  # such as a vision tower: DDP would wait for its gradients
@@ -285,7 +286,7 @@ class LanguageModel(nn.Module):
         return count_flops(self.hf)
 
     def get_input_embeddings(self) -> nn.Module | None:
-        """Return the first layer, which Accelerate has FSDP gather by itself; None: with the model's other parts."""
+        """Return the first layer, which Accelerate has FSDP gather separately; None: with the model's other parts."""
         return None if self._has_tied_rows else self.hf.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -293,7 +294,7 @@ class LanguageModel(nn.Module):
         return None if self._has_tied_rows else self.hf.get_output_embeddings()
 
     def forward(self, method: Literal["loss", "score", "generate"], **inputs: Any) -> Any:
-        """Call the method of this name: FSDP gathers weights, and Accelerate casts, around `forward` alone."""
+        """Call the method of this name: FSDP gathers weights, and Accelerate casts, only around `forward`."""
         return getattr(self, f"_{method}")(**inputs)
 
     def _loss(self, index: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
@@ -302,7 +303,7 @@ class LanguageModel(nn.Module):
         Args:
             index: positions with a target, in the flattened batch; shape (targets,), int64.
             targets: the tokens to predict there; of the same shape.
-            inputs: those of `logits`.
+            inputs: as for `logits`.
         """
         states = self._states(**inputs).flatten(0, 1).index_select(0, index)
         if self._is_plain_head:
@@ -311,7 +312,7 @@ class LanguageModel(nn.Module):
 
     def _score(self, index: Tensor, targets: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """Return what each target contributes to the loss, and 1 if it was the likeliest token, else 0; both of shape
-        (targets,), fp32. Without gradients. The arguments are those of `_loss`."""
+        (targets,), fp32. For evaluation, without gradients. Arguments are as for `_loss`."""
         states = self._states(**inputs).flatten(0, 1).index_select(0, index)
         losses, correct = [], []
         rows = self._rows_at_once(states)
@@ -322,8 +323,8 @@ class LanguageModel(nn.Module):
         return torch.cat(losses), torch.cat(correct)
 
     def _generate(self, with_adapters: bool, **options: Any) -> Tensor:
-        """Return what `generate` of transformers does with these options, of the model with its adapters or without."""
-        if self._takes_lengths:  # of documents, of which there are none here
+        """Return what transformers' `generate` returns for these options, with the model's adapters or without."""
+        if self._takes_lengths:  # of documents, which generation does not have
             self.hf.set_attn_implementation("sdpa")
         adapters = nullcontext() if with_adapters else self.lm.disable_adapter()
         with adapters, torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
@@ -336,14 +337,14 @@ class LanguageModel(nn.Module):
         """Return the logits of all tokens.
 
         Args:
-            inputs: `input_ids`, shape (batch, length), int64; padding at the end, where nothing that counts sees it.
-                `position_ids`, of the same shape; where they start anew, another document begins. What
-                `document_lengths` returns, for an attention that takes it.
+            inputs: `input_ids`, shape (batch, length), int64, padded at the end, where nothing that counts sees it;
+            `position_ids`, of the same shape, which restart with each document; and what `document_lengths` returns,
+            for an attention that takes it.
         """
         return self._logits(self._states(**inputs))
 
     def _states(self, input_ids: Tensor, position_ids: Tensor, **lengths: Any) -> Tensor:
-        """Return what the output layer sees."""
+        """Return the inputs of the output layer."""
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         if self._takes_lengths:  # of queries and of keys, which are the same
             inputs |= {f"{name}_{of}": length for name, length in lengths.items() for of in "qk"}
@@ -353,7 +354,7 @@ class LanguageModel(nn.Module):
         return self._finished(self.hf.get_output_embeddings()(states))
 
     def _finished(self, logits: Tensor) -> Tensor:
-        """Return the logits as the model changes them after its last layer."""
+        """Apply the model's own scaling and capping to the outputs of its last layer."""
         if self._scale != 1:
             logits = logits * self._scale
         return logits if self._softcap is None else (logits / self._softcap).tanh() * self._softcap
@@ -371,39 +372,40 @@ class LanguageModel(nn.Module):
 
 
 def _in_bf16_under_autocast(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:
-    """Return the embedding's output in bf16 where the blocks compute in it: what they add to it is then kept and moved
-    in half the bytes, as under FSDP. Under fp16 it could overflow."""
+    """Return the embedding's output in bf16 if the blocks compute in it: the sum that they add to is then kept and
+    moved in half the bytes, as under FSDP. Under fp16 it could overflow."""
     device = states.device.type
     is_bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
     return states.bfloat16() if is_bf16 else states
 
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
-"""Two rows of documents; packed ones have lengths of 3, 5, 6 and 2."""
+"""Two rows of documents; packed documents have lengths of 3, 5, 6 and 2."""
 ROUNDING = 0.05
-"""Relative difference of logits in half precision: it is below 0.005; if documents see each other, 0.2 to 0.9."""
+"""Relative difference of logits that is allowed in half precision: rounding makes less than 0.005; documents that see
+each other, 0.2 to 0.9."""
 
 
 def require_decoder(config: PreTrainedConfig, packing: bool) -> None:
     """Raise a UserError if models of this kind cannot be trained: they fail, see the tokens that they have to predict
-    or other documents of their row, or their logits are not those that a LanguageModel makes."""
+    or other documents of their row, or have other logits than a LanguageModel computes."""
     if says := failure(config, "sdpa", packing, "cpu", torch.float32):
         hint = " (packed documents may see each other: try --task.packing=false)" if packing else ""
         raise UserError(f"{config.model_type} cannot be trained here: {says}{hint}")
 
 
 def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
-    """Raise a UserError if processes can't share the sequences of such models, which mix tokens elsewhere than in their
-    attention, or attend in a way that `attention_by_document` can't."""
+    """Raise a UserError if processes can't split the sequences of such models, because these mix tokens outside of
+    their attention, or attend in a way that `attention_by_document` can't."""
     if says := failure(config, "in_halves", packing, "cpu", torch.float32):
-        raise UserError(f"{config.model_type}: processes cannot share its sequences (cp_size): {says}")
+        raise UserError(f"{config.model_type}: processes cannot split its sequences (cp_size): {says}")
 
 
 def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str, dtype: torch.dtype) -> str | None:
     """Return why models of this kind can't be trained with this attention on the device in `dtype`; None if they can.
 
-    Each token's logits in a row of several documents must be those that transformers computes with masks, of its own
-    document alone, up to that token. And there must be gradients. Leaves the CPU's random numbers as they were.
+    In a row of several documents, each token's logits must be those that transformers computes with masks, from its own
+    document alone, up to that token. And there must be gradients. The CPU's random state stays as it was.
     """
     name = type(config).__name__.removesuffix("Config")
     lengths = [3, 5, 6, 2] if packing else [8, 8]
@@ -421,26 +423,26 @@ def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str
             model = LanguageModel(lm, attention)
             together = model.logits(**inputs).flatten(0, 1).split(lengths)
             model.train().logits(**inputs).sum().backward()  # with what training adds, such as dropout
-    except Exception as error:  # of any library on the way
-        return f"{name} fails on a few tokens, {cause(error).split('. ')[0]}"
+    except Exception as error:  # from any library on the way
+        return f"{name} fails on a few tokens: {cause(error).split('. ')[0]}"
     found, expected = torch.cat([logits[:-1] for logits in together]).float(), alone.float()
     difference = ((found - expected).norm() / expected.norm()).item()
-    says = f"{name} gives logits that differ by {difference:.0%} from a document's alone"
+    says = f"{name} gives logits that differ by {difference:.0%} from those of a document alone"
     return says if not difference < (ROUNDING if is_half else 1e-5) else None  # rounding makes it 1e-6
 
 
 def small_model(config: PreTrainedConfig) -> Any:
-    """Return a model of the same class with few and narrow layers, one of each kind; where the class refuses that, with
-    wider ones."""
+    """Return a model of the same class with few and narrow layers, one of each kind; if the class rejects that, with
+    layers of their own width."""
     own = config.get_text_config()
-    kinds = vars(own).get("layer_types")  # a mere property follows from other fields
+    kinds = vars(own).get("layer_types")  # a property would follow from other fields
     few: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2, "attention_chunk_size": 2}
     few |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if kinds:
         few |= {"num_hidden_layers": len(set(kinds)), "layer_types": list(dict.fromkeys(kinds))}
     heads = getattr(own, "num_attention_heads", None)
     is_grouped = getattr(own, "num_key_value_heads", heads) != heads
-    head = getattr(own, "head_dim", None) or own.hidden_size // (heads or 4)  # of its own size: kernels refuse some
+    head = getattr(own, "head_dim", None) or own.hidden_size // (heads or 4)  # its own size, as kernels reject some
     narrow = {"hidden_size": 4 * head, "intermediate_size": 64}
     narrow |= {"num_attention_heads": 4, "num_key_value_heads": 2 if is_grouped else 4}
     with suppress(Exception):  # narrower than the class allows

@@ -1,7 +1,8 @@
-"""Models of transformers that FSDP shards before they have weights: no process holds more than its share and a tensor.
+"""Transformers models that FSDP shards before they have weights: no process holds more than its shard and one tensor.
 
-`empty_pretrained` builds one without weights. Accelerate shards it. Then `load` reads this process's part of them from
-a checkpoint's files. The few that no file has, such as a classifier's new head, every process draws, all of them alike.
+`empty_pretrained` builds a model without weights, and Accelerate shards it. Then `load` reads this process's shards
+from a checkpoint's files. The few weights that no file has, such as a classifier's new head, are drawn on every
+process, all alike.
 """
 
 import math
@@ -25,13 +26,13 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from src.tasks.base import Tensors, parameters_on
 
 ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
-"""peft's names for a classifier's head, which is trained as it is, and what it was before."""
+"""peft's names for a classifier's head as it was, and for its copy, which is trained without adapters."""
 
 
 def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, set[str]]:
-    """Return the model that `build` makes: its parameters on the meta device, its buffers as they are to be; and the
-    names of its weights that the files, of which the headers are read, lack or have in another shape. These are drawn
-    on the CPU, as `from_pretrained` would."""
+    """Return the model that `build` makes, with parameters on the meta device and buffers with their values; and the
+    names of the weights that the files lack or have in another shape. These are drawn on the CPU, as `from_pretrained`
+    would. Of the files, only the headers are read."""
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()
@@ -54,7 +55,7 @@ def _set(model: nn.Module, name: str, values: Tensor) -> None:
 
 
 def start_heads(model: nn.Module) -> None:
-    """Start what is trained in place of a layer, as a classifier's head is under LoRA, from that layer."""
+    """Initialize each layer that is trained as a copy, such as a classifier's head under LoRA, from the original."""
     for name, _ in list(model.named_parameters()):
         if TRAINED_HEAD in name:
             original = model.get_parameter(name.replace(TRAINED_HEAD, ORIGINAL_HEAD))
@@ -62,7 +63,7 @@ def start_heads(model: nn.Module) -> None:
 
 
 def weight_files(source: str, revision: str | None) -> list[str]:
-    """Return the safetensors files of a model, here or on the Hub; empty if it has none."""
+    """Return the safetensors files of a model, local or on the Hub; empty if it has none."""
     optional: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     if whole := cached_file(source, SAFE_WEIGHTS_NAME, **optional):
         return [whole]
@@ -71,16 +72,16 @@ def weight_files(source: str, revision: str | None) -> list[str]:
 
 
 def bytes_in_fp32(files: list[str]) -> int:
-    """Return what all weights in these files take as fp32."""
+    """Return the bytes that all weights in these files take as fp32."""
     return sum(4 * math.prod(weight.get_shape()) for weight in _slices(files).values())
 
 
 def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None:
-    """Read this process's part of the weights into a sharded model without any, as transformers would: with its renames
-    and conversions, in the model's dtype."""
+    """Read this process's shards of the weights into a sharded model without weights, as transformers would: with its
+    renames and conversions, in the model's dtype."""
     with parameters_on(device):  # transformers moves offloaded shards to the mesh's device
         _convert(_WithoutAdapters(model), _slices(files), device)
-    # with fewer rows, such as experts, than processes, some have none of them, for which transformers reads nothing
+    # with fewer rows, such as experts, than processes, some processes have none: transformers reads nothing for them
     parameters: dict[str, Any] = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if parameter.is_meta and parameter.to_local().numel() == 0:
@@ -95,7 +96,8 @@ def _convert(model: Any, weights: dict[str, Any], device: torch.device) -> LoadS
 
 @dataclass
 class _Slice:
-    """A tensor in a file that each read opens: what was read of one that stays open counts as this process's memory."""
+    """Reads a tensor, opening its file each time: what is read from a file that stays open counts as this process's
+    memory."""
 
     file: str
     name: str
@@ -106,20 +108,20 @@ class _Slice:
 
     def __getitem__(self, index: Any) -> Tensor:
         with safe_open(self.file, framework="pt") as opened:
-            return opened.get_slice(self.name)[index].clone()  # of a view, the whole tensor would stay in memory
+            return opened.get_slice(self.name)[index].clone()  # a view would keep the whole tensor in memory
 
 
 def _slices(files: list[str]) -> dict[str, Any]:
     slices = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is no dictionary
+            for name in opened.keys():  # noqa: SIM118  # it is not a dict
                 slices[name] = _Slice(file, name, opened.get_slice(name).get_shape())
     return slices
 
 
 class _WithoutAdapters:
-    """A model as it was before it got adapters: the names of its weights, and where to set them."""
+    """Shows a model as it was before it got adapters: the names of its weights, and where to set them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -138,7 +140,7 @@ class _WithoutAdapters:
 
 
 def _own_weights(model: nn.Module, head: str) -> Tensors:
-    """Return the weights without adapters by the names that they had before, with one of a classifier's two heads."""
+    """Return the weights without adapters, by their original names, with the given one of a classifier's two heads."""
     weights = model.state_dict(keep_vars=True)
     names = {name: name.replace("base_layer.", "").replace(head, ".") for name in weights}
     others = ".lora_", ORIGINAL_HEAD, TRAINED_HEAD
@@ -146,8 +148,8 @@ def _own_weights(model: nn.Module, head: str) -> Tensors:
 
 
 def saved_weights(model: PreTrainedModel) -> Tensors | None:
-    """Return the weights without adapters by their names in a checkpoint, tied ones once; None if saving does more than
-    rename them: it splits or joins the experts of some models."""
+    """Return the weights without adapters, by their names in a checkpoint, tied ones once; None if saving does more
+    than rename them: for some models, it splits or joins experts."""
     weights = _own_weights(model, TRAINED_HEAD)
     stand_ins = {name: torch.empty(0) for name in weights if name not in model.all_tied_weights_keys}
     names = {id(stand_in): name for name, stand_in in stand_ins.items()}

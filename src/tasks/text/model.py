@@ -1,4 +1,4 @@
-"""Models of transformers: loaded or made from scratch, with adapters or without, in 4 bits or fp32, and exported."""
+"""Transformers models: loaded or made from scratch, with or without adapters, in 4 bits or fp32, and exported."""
 
 import contextlib
 import copy
@@ -67,30 +67,30 @@ from src.tasks.text.tokenizing import byte_tokenizer
 
 
 class Lora(Settings):
-    """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small matrices are trained in place of the weights."""
+    """Configures LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small matrices are trained instead of the
+    weights."""
 
     r: PositiveInt | None = None
     """Rank of the adapters; null: no adapters, all weights are trained."""
     alpha: PositiveInt = 16
-    """Scale of what the adapters add to a layer's output: alpha / r."""
+    """What the adapters add to a layer's output is scaled by alpha / r."""
     dropout: Fraction = 0.0
-    """Dropout rate of the adapters' input."""
+    """Dropout rate on the adapters' input."""
     target_modules: list[str] = []
     """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
     exclude_modules: str | None = None
-    r"""A regular expression: layers with such a name get no adapters; .*\.\d\..* leaves out blocks 0 to 9. Below the
-    first adapters there is no backward pass, and nothing is kept for one."""
+    r"""A regular expression: layers whose name matches get no adapters; .*\.\d\..* excludes blocks 0 to 9. Below the
+    first adapters there is no backward pass, and no activations are kept."""
     base_dtype: ResumeSafe[Literal["nf4", "bf16", "fp32"] | None] = None
-    """Type in which the frozen weights are kept; null: bf16 if a GPU computes in it, else fp32. nf4: 4 bits, on one
-    device or under DDP; embedding and output are bf16. Adapters, and a classifier's head, are fp32."""
+    """Dtype of the frozen weights; null: bf16 if a GPU computes in it, else fp32. nf4: 4 bits, on one device or under
+    DDP; embedding and output are bf16. Adapters and a classifier's head are fp32."""
     merge: SafeReopens[bool] = False
-    """Also export the model with the adapters added to its weights, into model/merged. A classifier's always are."""
+    """Also export the model with the adapters merged into its weights, to model/merged. A classifier's always are."""
 
     def add_adapters(self, model: PreTrainedModel, revision: str | None, **options: Any) -> PeftModel:
         """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, except for a
         classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
-        `target_modules` names layers that it does not have, that cannot be adapted, or that are tied and to be
-        merged."""
+        `target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
         assert self.r
         layers = [name for name, _ in model.named_modules()]
         absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
@@ -104,7 +104,7 @@ class Lora(Settings):
             exclude_modules=self.exclude_modules,
             **options,
         )
-        if os.path.isdir(source := str(model.name_or_path)):  # which the adapters note, to be loaded in any folder
+        if os.path.isdir(source := str(model.name_or_path)):  # the adapters record it, and have to load from any folder
             model.name_or_path = os.path.abspath(source)
         says = "task.lora.target_modules, exclude_modules: "
         with explained(says, (ValueError, TypeError, re.error)), warnings.catch_warnings():
@@ -119,7 +119,7 @@ class Lora(Settings):
         for layer in adapted.modules():
             if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
                 layer.to_empty(device="cpu", recurse=False)
-        for layer in adapted.modules():  # again, as peft loses the values where the model is on the meta device
+        for layer in adapted.modules():  # again, as peft loses the values if the model is on the meta device
             if isinstance(layer, LoraLayer):
                 layer.reset_lora_parameters("default", init_lora_weights=True)
         for name, parameter in adapted.named_parameters():
@@ -130,20 +130,20 @@ class Lora(Settings):
 
 
 def require_four_bits(is_sharded: bool) -> None:
-    """Raise a UserError if a model's weights can't be in 4 bits, because of what is installed, or of FSDP."""
+    """Raise a UserError if weights can't be kept in 4 bits, because of FSDP or what is installed."""
     setting = "task.lora.base_dtype=nf4"
     if not is_bnb_4bit_available():
         raise UserError(f"{setting}: needs bitsandbytes; `pip install -e '.[nf4]'`")
     if is_sharded:
-        # what FSDP gathers are bytes without the scales that they are read with
-        hint = "take accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
+        # FSDP would gather the bytes without the scales that they are read with
+        hint = "use accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
         raise UserError(f"{setting}: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); {hint}")
 
 
 def loading_options(base_dtype: str | None) -> dict[str, Any]:
-    """Return what `from_pretrained` needs to load linear layers in 4 bits, except for the output, which compute in
-    bf16; nothing for another type than nf4. A tensor at a time is quantized, on the device that will hold it: on a CPU,
-    8 billion weights take minutes."""
+    """Return the options for `from_pretrained` to load linear layers, except for the output, in 4 bits, with bf16 as
+    compute dtype; none for a type other than nf4. Tensors are quantized one at a time, on the device that will hold
+    them: on a CPU, 8 billion weights take minutes."""
     if base_dtype != "nf4":
         return {}
     require_four_bits(is_sharded=False)
@@ -157,8 +157,8 @@ def loading_options(base_dtype: str | None) -> dict[str, Any]:
 
 
 def give_four_bits(model: Any) -> None:  # room: plan
-    """Put layers of 4 bits in the place of a model's linear layers, except for the output, on the GPU, with no values.
-    Raise a UserError where `load_model` would."""
+    """Replace a model's linear layers, except for the output, with 4-bit layers on the GPU, without values. Raise a
+    UserError where `load_model` would."""
     require_four_bits(AcceleratorState().distributed_type == DistributedType.FSDP)
     options: Any = loading_options("nf4")["quantization_config"]
     replace_with_bnb_linear(model, get_keys_to_not_convert(model), options)
@@ -171,8 +171,8 @@ def give_four_bits(model: Any) -> None:  # room: plan
 
 
 def keep_layout(model: Any) -> None:
-    """Have an evaluation leave the weights as they are: on a CPU with AVX512-BF16, bitsandbytes 0.50 would reorder them
-    for kernels without a backward pass, and gradients would stop there from then on."""
+    """Keep an evaluation from reordering the weights: on a CPU with AVX512-BF16, bitsandbytes 0.50 would do so for
+    kernels without a backward pass, and gradients would stop there from then on."""
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
@@ -189,11 +189,11 @@ def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
 
 
 def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> dict[str, list[int]]:
-    """Give the tokens, which the tokenizer has, rows in the model's first and last layer; return the rows by layer, as
-    peft takes them: of tied layers, the first.
+    """Add rows for these tokens, which the tokenizer has, to the model's first and last layer; return the rows by
+    layer, as peft takes them: for tied layers, only the first.
 
-    A row starts as the mean of those of the tokens before, so that it is neither likely nor unlikely (Hewitt 2021,
-    https://www.cs.columbia.edu/~johnhew/vocab-expansion.html).
+    A row starts as the mean of the rows of all tokens before, so that its token is neither likely nor unlikely (Hewitt
+    2021, https://www.cs.columbia.edu/~johnhew/vocab-expansion.html).
     """
     grow(model, len(tokenizer))
     vocabulary = tokenizer.get_vocab()
@@ -209,20 +209,21 @@ def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens:
 
 
 def grow(model: PreTrainedModel, num_tokens: int) -> None:
-    """Add rows to the model's first and last layer if they are fewer than the tokens; many have some to spare."""
+    """Add rows to the model's first and last layer if it has fewer than there are tokens; many models have some to
+    spare."""
     embedding: Any = model.get_input_embeddings()
     if embedding.num_embeddings < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
 
 
 def load_exported(folder: Path, **options: Any) -> Any:
-    """Return the language model that a run exported, fp32, with adapters if it has any. Raise a UserError if there is
-    none. `options` are for `from_pretrained`."""
+    """Return the language model that a run exported, fp32, with its adapters if it has any. Raise a UserError if there
+    is none. `options` are for `from_pretrained`."""
     logging.set_verbosity_error()  # what is missing is judged below
     logging.disable_progress_bar()
     auto: Any = AutoModelForCausalLM
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
-    with explained("not a language model, ", (OSError, ValueError)):
+    with explained("not a language model: ", (OSError, ValueError)):
         if has_adapters:
             adapted = PeftConfig.from_pretrained(source)
             source, revision = adapted.base_model_name_or_path, adapted.revision
@@ -230,19 +231,19 @@ def load_exported(folder: Path, **options: Any) -> Any:
             source, revision=revision, dtype=torch.float32, output_loading_info=True, **options
         )
         if found["missing_keys"]:
-            raise UserError(f"not a language model, it lacks {min(found['missing_keys'])}")
+            raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
         if has_adapters:
             grow(model, len(AutoTokenizer.from_pretrained(folder)))
-            with suppress(OSError):  # adapters of others have none
+            with suppress(OSError):  # adapters from elsewhere have none
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # as in lora.py
+                warnings.simplefilter("ignore", FutureWarning)  # as in Lora.add_adapters
                 model = PeftModel.from_pretrained(model, folder)
     return model
 
 
 def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return how many tokens the model sees at most; 10^30 if nothing limits them."""
+    """Return the maximum number of tokens that the model sees; 10^30 if nothing limits it."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     return min(positions, tokenizer.model_max_length) if positions > 0 else tokenizer.model_max_length
 
@@ -250,8 +251,8 @@ def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> 
 def check_fit(
     sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, num_new: int = 0
 ) -> None:
-    """Raise a UserError if a sequence is longer than the model can be, or the tokenizer has tokens that the model does
-    not know, besides so many new ones."""
+    """Raise a UserError if sequences are longer than the model supports, or the tokenizer has tokens that the model
+    does not know, besides `num_new` new ones."""
     limit, known = max_length(config, tokenizer), config.get_text_config().vocab_size + num_new
     if sequence_length > limit:
         raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
@@ -261,9 +262,9 @@ def check_fit(
 
 
 def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Give a language model the tokenizer's special tokens, and have what it generates end where the chat template ends
-    a turn too: a base model, which ends where a text does, would go on with the user's next one."""
-    logging.set_verbosity_error()  # it would warn of what it changes
+    """Give a language model the tokenizer's special tokens, and also end generation where the chat template ends a
+    turn: a base model, which stops only at the end of a text, would continue with the user's next turn."""
+    logging.set_verbosity_error()  # it would warn about what it changes
     align_special_tokens(model, tokenizer)
     generation, marks = model.generation_config, ends_of_turn(tokenizer)
     ends = end_tokens(generation)
@@ -272,7 +273,7 @@ def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def end_tokens(generation: GenerationConfig) -> list[int]:
-    """Return the tokens at each of which generation ends."""
+    """Return the tokens that end generation."""
     ends = generation.eos_token_id
     if ends is None:
         return []
@@ -280,23 +281,23 @@ def end_tokens(generation: GenerationConfig) -> list[int]:
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
-    """Write what `from_pretrained` reads: config, weights (of a PeftModel, the adapters alone) and tokenizer."""
+    """Write what `from_pretrained` reads: config, weights (for a PeftModel, the adapters alone) and tokenizer."""
     logging.disable_progress_bar()
     if model.can_generate():
         set_ends(model, tokenizer)
-        model.generation_config.save_pretrained(folder)  # adapters come with none of their own
+        model.generation_config.save_pretrained(folder)  # saving adapters leaves it out
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
 
 
 def without_adapters(model: PreTrainedModel | PeftModel) -> Any:
-    """Return the model itself, where it has adapters with them inside its layers."""
+    """Return the model itself; if it has adapters, they stay inside its layers."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def fsdp_blocks(model: PreTrainedModel) -> list[str]:
-    """Return the class names in `_no_split_modules` that FSDP can wrap: those the model has, except for one around the
-    input embeddings, which Accelerate wraps by themselves afterwards."""
+    """Return the class names in `_no_split_modules` that FSDP can wrap: those that the model has, except for one around
+    the input embeddings, which Accelerate wraps separately afterwards."""
     embeddings = model.get_input_embeddings()
     around = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
     usable = {type(module).__name__ for module in model.modules()} - around
@@ -304,16 +305,16 @@ def fsdp_blocks(model: PreTrainedModel) -> list[str]:
 
 
 SMALLEST_FILE, LARGEST_FILE = 10**8, 5 * 10**9
-"""In bytes: a smaller model is one file, and no file is larger, unless one tensor is."""
+"""In bytes: a smaller model is written as one file, and no file is larger, unless a single tensor is."""
 
 
 def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> None:
-    """Write `model.safetensors`, or several files with an index, as `from_pretrained` reads them; on the first process,
-    which gathers a file's tensors. Collective; `tensors` have the same names on all processes."""
+    """Write `model.safetensors`, or several files with an index, as `from_pretrained` reads them, on the first process,
+    which gathers one file's tensors at a time. Collective; `tensors` have the same names on all processes."""
     shapes = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    # about a file for each process: beside its own share, the first one gathers no more than another
-    share = sum(shape.nbytes for shape in shapes.values()) // accelerator.num_processes
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=min(max(share, SMALLEST_FILE), LARGEST_FILE))
+    # about one file per process: besides its own shard, the first process gathers no more than another one holds
+    shard = sum(shape.nbytes for shape in shapes.values()) // accelerator.num_processes
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=min(max(shard, SMALLEST_FILE), LARGEST_FILE))
     for file, names in split.filename_to_tensors.items():
         _write_file(folder / file, {name: tensors[name] for name in names}, accelerator)
     if accelerator.is_main_process and split.is_sharded:
@@ -323,7 +324,7 @@ def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> 
 
 def _write_file(file: Path, tensors: Tensors, accelerator: Accelerator) -> None:
     """Gather these tensors on the first process, and write them there. Collective."""
-    # in a function of its own: `whole` would otherwise keep the last tensor of the file before in memory
+    # in a function of its own: `whole` would otherwise keep the previous file's last tensor in memory
     gathered = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().to(accelerator.device)
@@ -335,7 +336,7 @@ def _write_file(file: Path, tensors: Tensors, accelerator: Accelerator) -> None:
 
 
 class FineTuning(TextTask):
-    """Trains a model of transformers on text."""
+    """Trains a transformers model on text."""
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     """transformers' class that builds the model from its config."""
@@ -344,32 +345,32 @@ class FineTuning(TextTask):
     pipeline_tag: ClassVar[str] = "text-generation"
     """The Hub's name for what the model does."""
     core_name: ClassVar[str] = ""
-    """Name of transformers' model inside of what is trained."""
+    """Name of the transformers model inside the trained module."""
     exports_adapters: ClassVar[bool] = True
-    """Whether adapters are exported by themselves."""
+    """Whether adapters are exported on their own."""
     has_new_head: ClassVar[bool] = False
-    """Whether the layers after the base model, and a pooler, are new where the checkpoint has none that fit."""
+    """Whether the layers after the base model, and a pooler, are new if the checkpoint has none that fit."""
     model: str | None = None
     """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
-    fp32; code in it is never run."""
+    fp32; its code is never run."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
     dropout: Fraction | None = None
-    """Sets all of the model's dropout rates; null: as its config has them."""
+    """Value for all of the model's dropout rates; null: as in its config."""
     lora: Lora = Lora()
     """Low-rank adapters."""
     _trained_rows: dict[str, list[int]] | None = None
-    """Rows of new tokens to train beside adapters, by layer."""
+    """Rows of new tokens to train alongside adapters, by layer."""
 
     @property
     @abstractmethod
     def _config(self) -> PreTrainedConfig:
-        """Return the config of the model that is trained."""
+        """Return the config of the trained model."""
 
     @property
     @abstractmethod
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        """Return the tokenizer that it is trained with."""
+        """Return the tokenizer of the trained model."""
 
     def augmented(self, train: Any, seed: list[int]) -> Any:  # room: streaming
         if isinstance(train, Stream):
@@ -385,10 +386,9 @@ class FineTuning(TextTask):
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
         if not self.lora.r and self.lora != Lora():
-            yield "task.lora.r is not set: without it the other settings of task.lora do nothing"
-        is_name = re.fullmatch(
-            r"[\w.-]+(/[\w.-]+)?|\w+:.*", str(self.model)
-        )  # on the Hub, or of what is to be downloaded
+            yield "task.lora.r is not set: without it, the other settings of task.lora have no effect"
+        # on the Hub, or scheme:rest, which is downloaded before
+        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?|\w+:.*", str(self.model))
         if not is_name and not Path(str(self.model)).is_dir():
             yield f"task.model={self.model}: no such folder"
         if Path(str(self.model), "adapter_config.json").exists():
@@ -428,7 +428,7 @@ class FineTuning(TextTask):
             if self.lora.base_dtype == "nf4":
                 give_four_bits(model)
             return self.finish(model)
-        if self.model and self.lora.base_dtype != "nf4":  # of which a tensor at a time is loaded
+        if self.model and self.lora.base_dtype != "nf4":  # these are loaded one tensor at a time
             self._require_memory()
         return self.finish(self.load_model())
 
@@ -442,21 +442,21 @@ class FineTuning(TextTask):
             if not files:
                 return None
             model, absent = empty_pretrained(self.new_model, files)
-            with suppress(OSError):  # where there is none, it follows from the config
+            with suppress(OSError):  # if there is none, it follows from the config
                 if model.can_generate():
                     model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
         self._require_all(model, absent)
         return self.finish(model), self._load_weights
 
     def finish(self, model: Any) -> Any:
-        """Return what is trained, made of transformers' model. Have no attention computed by cuDNN: under a mask its
-        gradients may be NaN, if length % 128 is 64 (pytorch issue 196678)."""
+        """Return the module to train, made from a transformers model. Keep cuDNN from computing attention: under a mask
+        its gradients may be NaN, if length % 128 is 64 (pytorch issue 196678)."""
         torch.backends.cuda.enable_cudnn_sdp(False)
         model._no_split_modules = fsdp_blocks(model)
         return self.with_adapters(model)
 
     def _core(self, model: Any) -> Any:
-        """Return transformers' model, with its adapters, inside of what is trained."""
+        """Return the transformers model, with its adapters, inside the trained module."""
         return model.get_submodule(self.core_name)
 
     def with_adapters(self, model: Any) -> Any:
@@ -467,12 +467,12 @@ class FineTuning(TextTask):
         return self.lora.add_adapters(model, self.revision, **options)
 
     def new_model(self) -> Any:
-        """Return transformers' model of this config, fp32, with weights that it draws."""
-        config = copy.deepcopy(self._config)  # the model's attention is noted there
+        """Return a new transformers model of this config, fp32, with random weights."""
+        config = copy.deepcopy(self._config)  # the model stores its attention there
         return self.auto_class.from_config(config, dtype=torch.float32)
 
     def load_model(self) -> Any:
-        """Return transformers' model with its weights, fp32. Raise a UserError if it cannot be found, is damaged, or is
+        """Return the pretrained transformers model, fp32. Raise a UserError if it cannot be found, is damaged, or is
         another kind of model."""
         logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
@@ -492,28 +492,28 @@ class FineTuning(TextTask):
         return model
 
     def _require_memory(self) -> None:
-        """Raise a UserError if the weights take more memory than this process, or all of this machine's, can have: the
-        kernel would kill them without a word."""
+        """Raise a UserError if the weights take more memory than this process, or all processes on this machine
+        together, can have: the kernel would kill them without a word."""
         with loading("model", self.model):
             needed = bytes_in_fp32(weight_files(str(self.model), self.revision))
         memory, processes = psutil.virtual_memory(), get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
         if needed > memory.available or needed * processes > memory.total:
-            says = f"its weights take {needed / 1e9:.1f} GB per process, {processes} on this machine"
+            says = f"its weights take {needed / 1e9:.1f} GB per process ({processes} on this machine)"
             free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free"
-            raise UserError(f"task.model={self.model}: {says}, and {free}; take a smaller model, or fsdp.yaml")
+            raise UserError(f"task.model={self.model}: {says}, but {free}; use a smaller model, or fsdp.yaml")
 
     def _require_all(self, model: PreTrainedModel, absent: set[str]) -> None:
         if self.has_new_head:
             base = f"{model.base_model_prefix}."
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
         if absent:
-            says = f"{len(absent)} of its weights are missing or of another shape"
+            says = f"{len(absent)} of its weights are missing or have another shape"
             names = ", ".join(sorted(absent)[:3]) + (", …" if len(absent) > 3 else "")
-            raise UserError(f"task.model={self.model}: not a checkpoint of {type(model).__name__}, {says} ({names})")
+            raise UserError(f"task.model={self.model}: not a checkpoint of {type(model).__name__}: {says} ({names})")
 
     def _load_weights(self, model: Any, device: torch.device) -> None:
-        """Read this process's part of the weights into a sharded model of `build_empty_model`, with adapters or
-        without. Raise a UserError if a file is damaged or missing."""
+        """Read this process's shards of the weights into a sharded model from `build_empty_model`, with or without
+        adapters. Raise a UserError if a file is damaged or missing."""
         own = without_adapters(self._core(model))
         with loading("model", self.model):
             load(own, weight_files(str(self.model), self.revision), device)
@@ -522,15 +522,15 @@ class FineTuning(TextTask):
 
     def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
-        say where in the text its tokens are."""
+        report the positions of its tokens in the text."""
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
         with loading(setting, source):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         if not tokenizer.is_fast:
             hint = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
-            raise UserError(f"{source}: {type(tokenizer).__name__} does not say where its tokens are in a text; {hint}")
+            raise UserError(f"{source}: {type(tokenizer).__name__} does not report token positions; {hint}")
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes if there are no files at all
-            raise UserError(f"task.{setting}={source}: it has no tokenizer")
+            raise UserError(f"task.{setting}={source}: has no tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
@@ -544,15 +544,15 @@ class FineTuning(TextTask):
         return self._cards()
 
     def _place_of_whole(self, folder: Path) -> Path | None:
-        """Return where in an export the whole model is, adapters added to its weights; None: adapters are by
-        themselves."""
+        """Return the folder in an export that holds the whole model, with adapters merged into its weights; None if the
+        adapters are exported alone."""
         if not self.lora.r or not self.exports_adapters:
             return folder
         return folder / "merged" if self.lora.merge else None
 
     def _export_merged(self, weights: Tensors, folder: Path) -> None:
-        """Write the model with the adapters in `weights` added to its own weights, those in 4 bits as the bf16 numbers
-        that they stand for."""
+        """Write the model with the adapters in `weights` merged into its own weights; 4-bit weights are dequantized to
+        bf16."""
         model = self.load_model()
         if self.lora.base_dtype == "nf4":
             model = model.dequantize(torch.bfloat16)
@@ -593,7 +593,7 @@ class FineTuning(TextTask):
 
 
 def typed(value: Any) -> Any:
-    """Return values from the command line, which are text, as YAML reads them."""
+    """Parse values from the command line, which are text, as YAML."""
     if isinstance(value, str):
         with contextlib.suppress(YAMLError):
             value = read_yaml(value)
@@ -603,27 +603,27 @@ def typed(value: Any) -> Any:
 
 
 class Decoder(FineTuning):
-    """Trains a decoder of transformers, from scratch or fine-tuned."""
+    """Trains a transformers decoder, from scratch or fine-tuned."""
 
     architecture: Annotated[dict[str, Any], BeforeValidator(typed)] = {}
-    """What to train from scratch, in place of task.model: model_type as transformers names it (llama, gpt2, qwen3, …),
-    and any field of its config."""
+    """What to train from scratch, instead of task.model: model_type as transformers names it (llama, gpt2, qwen3, …),
+    and any fields of its config."""
     tokenizer: str | None = None
-    """A model whose tokenizer is used, or `bytes`; null: task.model's own, or bytes if trained from scratch."""
+    """A model whose tokenizer to use, or `bytes`; null: task.model's own, or bytes if trained from scratch."""
     sequence_length: PositiveInt
     """Tokens that the model sees at once."""
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
         if bool(self.model) == bool(self.architecture):
-            yield "task.model or task.architecture: set one, to start from that model, or to train that from scratch"
+            yield "task.model, task.architecture: set one of them, to fine-tune a model or to train one from scratch"
         if self.lora.r and not self.model:
             yield "task.lora adapts an existing model: set task.model, not task.architecture"
 
     def load_model(self) -> Any:
         if self.model:
             return super().load_model()
-        with explained(f"task.architecture: {self._config.model_type} refuses it, "):
+        with explained(f"task.architecture: {self._config.model_type} rejects it: "):
             return self.new_model()
 
     @cached_property
@@ -633,18 +633,18 @@ class Decoder(FineTuning):
         else:
             config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
         if getattr(config.get_text_config(), "output_router_logits", False):
-            says = "the auxiliary loss of a mixture of experts would differ with the number of processes"
+            says = "the auxiliary loss of a mixture of experts would depend on the number of processes"
             raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
         check_fit(self.sequence_length, config, self._tokenizer, self.num_new_tokens())
         return config
 
     def check_config(self) -> None:
-        """Raise a UserError, before the work begins, if the model has no config, or it does not fit the tokenizer and
+        """Raise a UserError, before any work begins, if the model has no config, or it does not fit the tokenizer and
         the sequences."""
         _ = self._config
 
     def num_new_tokens(self) -> int:
-        """Return how many of the tokenizer's tokens the pretrained model gets rows for."""
+        """Return how many of the tokenizer's tokens are new to the pretrained model."""
         return 0
 
     @cached_property
@@ -656,9 +656,9 @@ class Decoder(FineTuning):
 def new_config(
     architecture: dict[str, Any], tokenizer: PreTrainedTokenizerFast, sequence_length: int
 ) -> PreTrainedConfig:
-    """Return a config of `architecture`: model_type and any of its config's fields. Vocabulary, special tokens and
-    positions fit the tokenizer and the sequences unless it names them. Raise a UserError if there is no such
-    architecture, it has no such fields, or it refuses their values."""
+    """Return a config of `architecture`: model_type and any fields of its config. Vocabulary, special tokens and
+    positions fit the tokenizer and the sequences, unless it sets them. Raise a UserError if there is no such
+    architecture, it has no such fields, or it rejects their values."""
     fields = dict(architecture)
     kind = str(fields.pop("model_type", None))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
@@ -674,5 +674,5 @@ def new_config(
         fields.setdefault(positions, sequence_length)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.setdefault(token, getattr(tokenizer, token))
-    with explained(f"task.architecture: {kind} refuses it, "):
+    with explained(f"task.architecture: {kind} rejects it: "):
         return AutoConfig.for_model(kind, **fields)

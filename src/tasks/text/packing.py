@@ -1,4 +1,4 @@
-"""Several chunks of text in one sequence: less padding, and nothing dropped."""
+"""Packing of several chunks into one sequence: less padding, and nothing dropped."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from src.tasks.text.reading import table_checksum
 Batch = dict[str, Any]
 """A batch, as a task's `collate` returns it."""
 Chunk = dict[str, Any]
-"""A row of a table of chunks: `input_ids` and `labels` of shape (length,), int64, and what describes them."""
+"""A row of a table of chunks: `input_ids` and `labels` of shape (length,), int64, and figures about them."""
 ChunkLists = list[list[Chunk]]
 """The chunks of each row of the data, or of each sequence."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of one or more chunks: a map-style dataset of which an example is a list of chunks."""
+    """Holds sequences of one or more chunks: a map-style dataset whose examples are lists of chunks."""
 
     chunks: Dataset
-    """A table of chunks: see documents.py. In numpy's format."""
+    """A table of chunks in numpy format: see tokenizing.py."""
     rows: np.ndarray
     """The chunks' rows in the table, sequence by sequence; shape (chunks,), int64."""
     starts: np.ndarray
-    """Positions in `rows` where each sequence begins, and where the last ends; shape (sequences + 1,), int64."""
+    """Positions in `rows` where each sequence begins, and where the last one ends; shape (sequences + 1,), int64."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -39,11 +39,11 @@ class Sequences:
         return [[next(chunks) for _ in group] for group in groups]
 
     def fingerprint(self) -> str:
-        """Return what changes with any token or label."""
+        """Return a checksum that changes with any token or label."""
         return table_checksum(self.chunks, ["input_ids", "labels"])
 
     def describe(self, sequence_length: int) -> dict[str, float]:
-        """Return counts, and the share of `padding` if each sequence is padded to `sequence_length`."""
+        """Return counts, and the fraction of `padding` if each sequence is padded to `sequence_length`."""
         columns = self.chunks.select_columns(["length", "targets", "truncated", "had_ends"])[:]
         sums = {name: int(values.sum()) for name, values in columns.items()}
         return {
@@ -58,8 +58,8 @@ class Sequences:
 
 
 def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensors, list[int]]:
-    """Return what LanguageModel.loss takes of examples, rows of `width` tokens with `padding` at their end; and where
-    in the flattened batch each document ends, padding being one too."""
+    """Return the inputs for a LanguageModel's loss on these examples, in rows of `width` tokens with `padding` at the
+    end; and where in the flattened batch each document ends, counting padding as a document."""
     places = np.arange(width)
     input_ids = np.full((len(samples), width), padding)
     labels = np.full((len(samples), width), -100)
@@ -70,7 +70,7 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
         for chunk in sample:
             end = start + len(chunk["input_ids"])
             if end == start:  # room: streaming
-                continue  # it stands for a row that was skipped
+                continue  # it stands for a skipped row
             input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
             position_ids[row, start:] = places[: width - start]
             ends.append(row * width + end)
@@ -82,12 +82,12 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
 
 
 def unpacked(chunks: Dataset) -> Sequences:
-    """Return a sequence for each chunk."""
+    """Return one sequence per chunk."""
     return Sequences(chunks.with_format("numpy"), np.arange(len(chunks)), np.arange(len(chunks) + 1))
 
 
 def pack(chunks: Dataset, sequence_length: int) -> Sequences:
-    """Return sequences of up to `sequence_length` tokens."""
+    """Return the chunks packed into sequences of up to `sequence_length` tokens."""
     chunks = chunks.with_format("numpy")
     sequences = best_fit(chunks["length"][:], sequence_length)
     starts = np.cumsum([0, *map(len, sequences)])
@@ -95,8 +95,8 @@ def pack(chunks: Dataset, sequence_length: int) -> Sequences:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Return which chunks share a sequence, by best-fit decreasing: the longest chunk first, each into the sequence
-    with the least room that it fits into. Within a few percent of the fewest possible sequences.
+    """Return which chunks share a sequence, by best-fit decreasing: from the longest chunk on, place each into the
+    fullest sequence that has room for it. Within a few percent of the fewest possible sequences.
 
     Source: Johnson 1973, "Near-optimal bin packing algorithms"; for language models Ding et al. 2024,
     https://arxiv.org/abs/2404.10830.
@@ -108,10 +108,10 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     order = np.argsort(-lengths, kind="stable")
     sequences: list[list[int]] = []
     by_room: list[list[list[int]]] = [[] for _ in range(capacity + 1)]  # sequences by the room left in them
-    rooms: list[int] = []  # those that a sequence has, in ascending order
+    rooms: list[int] = []  # the rooms that some sequence has, in ascending order
     for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         i = bisect_left(rooms, length)
-        if i == len(rooms):  # it fits into none: a new sequence is the one with room, taken and put back as the others
+        if i == len(rooms):  # no sequence has room: start one, which is then taken and put back like any other
             sequences.append([])
             by_room[capacity].append(sequences[-1])
             rooms.append(capacity)

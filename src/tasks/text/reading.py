@@ -1,4 +1,4 @@
-"""Where a task's rows of text come from: a dataset on the Hub or local files, split to train and to evaluate on.
+"""Reading of a text task's rows: a dataset on the Hub or local files, split into training and evaluation data.
 
 Rows are read as they are written, in groups, from files or tables, for loaded, streamed and mixed data alike.
 """
@@ -51,20 +51,20 @@ from src.tasks.text.files import (
 Rows = dict[str, list[Any]]
 """Values of rows, by column."""
 Found = tuple[Rows, dict[int, str]]
-"""Rows as they were read, and why some of them cannot be used, by place."""
+"""Rows as read, and why some of them cannot be used, by position."""
 Encoder = Callable[[Any], str | None]
-"""Returns a value as the text that is kept of it; raises a ValueError that says why it cannot be used."""
+"""Returns a value as the text to keep; raises a ValueError that says why it cannot be used."""
 Encoders = Mapping[str, Encoder]
-"""Those of the columns in use, by column. One that takes None is of a column that may be missing."""
+"""Encoders of the columns in use, by column. If one accepts None, its column may be missing."""
 
 
 def as_is(value: Any) -> Any:
-    """Return a value that has been encoded already."""
+    """Return an already encoded value as it is."""
     return value
 
 
 def as_text(value: Any) -> str:
-    """Return a text as it is. Raise a ValueError if it is something else."""
+    """Return a text as it is. Raise a ValueError if the value is empty or not text."""
     if value is None or (isinstance(value, str) and not value.strip()):
         raise ValueError("is empty")
     if not isinstance(value, str):
@@ -73,30 +73,29 @@ def as_text(value: Any) -> str:
 
 
 def as_label(value: Any) -> str:
-    """Return a label, a number or a text, as text without white space around it. Raise a ValueError if it is
-    neither."""
-    is_number = isinstance(value, int | float) and value == value  # a bool is one, what is not a number is none
+    """Return a label, a number or text, as text without surrounding whitespace. Raise a ValueError if it is neither."""
+    is_number = isinstance(value, int | float) and value == value  # bools count as numbers, NaN does not
     return str(value) if is_number else as_text(value).strip()
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON. Raise a ValueError if it cannot be."""
-    with explained("is no JSON, ", (TypeError, RecursionError), ValueError):
+    """Return a value as JSON. Raise a ValueError if it cannot be encoded."""
+    with explained("is not JSON: ", (TypeError, RecursionError), ValueError):
         return encodable(json.dumps(value, ensure_ascii=False))
 
 
 def encodable(text: str) -> str:
-    """Return the text. Raise a ValueError if it has half an emoji, or bytes that are not UTF-8, which no tokenizer
-    takes."""
+    """Return the text. Raise a ValueError if it has half an emoji, or bytes that are not UTF-8, which tokenizers
+    reject."""
     try:  # `explained` would take eight times as long
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"is no Unicode text, {cause(error)}") from error
+        raise ValueError(f"is not valid Unicode: {cause(error)}") from error
     return text
 
 
 def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str, Any]) -> Found:
-    """Return the values of a table, and why some rows are unreadable, by place. The features are those of datasets."""
+    """Return a table's values, and why some rows are unreadable, by position. `features` are those of `datasets`."""
     rows: Rows = {}
     unreadable: dict[int, str] = {}
     for name in columns:
@@ -109,13 +108,13 @@ def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str,
                 values.append(_as_meant(value.as_py(), features.get(name)))
             except UnicodeDecodeError as error:
                 values.append(None)
-                unreadable[place] = f"{name} is not UTF-8, {error}"
+                unreadable[place] = f"{name} is not UTF-8: {error}"
     return rows, unreadable
 
 
 def _as_meant(value: Any, feature: Any) -> Any:
-    """Return a table's value with names for the numbers of labels, where the table declares them, and without the nulls
-    that a table has for each key which only other rows have."""
+    """Return a table's value with names in place of label ids, if the table declares them, and without the nulls that
+    stand for keys of other rows."""
     if isinstance(feature, Json) and isinstance(value, str):
         return json.loads(value)
     if isinstance(feature, ClassLabel) and isinstance(value, int) and 0 <= value < feature.num_classes:
@@ -129,21 +128,21 @@ def _as_meant(value: Any, feature: Any) -> Any:
 
 
 def declared_features(schema: pa.Schema) -> Features:
-    """Return the features that `datasets` has written into a parquet file; none if it is another's."""
+    """Return the features that `datasets` wrote into a parquet file; none if something else wrote it."""
     written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     return Features.from_dict(written.get("info", {}).get("features") or {})
 
 
 RowRange = tuple[int, int, int]
-"""Rows of a source: the group, the first one in it, and that after the last one."""
+"""A range of rows in a source: the group, its first row, and the row after its last."""
 BLOCK = 1024
-"""Rows that are read from a table, or made into tokens, and kept together."""
+"""Rows that are read from a table, or tokenized and stored, together."""
 LARGEST_RANGE = 16 * BLOCK
 """Rows of a group that are read at once: a row group of parquet may have a million."""
 
 
 class ShardReader:
-    """The rows of files, group by group."""
+    """Reads rows from files, group by group."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
@@ -151,18 +150,18 @@ class ShardReader:
         self.sizes = np.array([group.rows for _, group in self.groups])
         """Rows of each group; shape (groups,), int64."""
         self.row_bytes = np.array([group.size / group.rows for _, group in self.groups])
-        """Mean bytes of its rows, in all columns; shape (groups,), float64."""
+        """Mean bytes of each group's rows, over all columns; shape (groups,), float64."""
         self.column_names = [*dict.fromkeys(name for shard in shards for name in shard.columns)]
         names = [[Path(shard.url).name, shard.digest] for shard in shards]
         self.fingerprint = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-        """Changes with the content of any file and with their order, not with the folder that they are in."""
+        """Changes with the names, content and order of the files, not with their folder."""
 
     def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> Found:
-        """Return rows of a group, and why some of these are unreadable, by place. What is not there is None.
+        """Return rows of a group, and why some of them are unreadable, by position. Missing values are None.
 
         Raises:
-            UserError: the file is another one than that which was indexed.
-            RunError: it could not be read, in several tries.
+            UserError: the file is not the one that was indexed.
+            RunError: the file could not be read, after several tries.
         """
         shard, group = self.groups[number]
         if shard.kind == ".parquet":
@@ -175,17 +174,17 @@ class ShardReader:
 
     @property
     def content(self) -> list[str]:
-        """Return what changes with the content of the files: of text its digest, whatever tar, rsync and the layers of
-        an image make of its time; of parquet, whose footer alone the index has seen, its version too."""
+        """Return what changes with the content of the files: for text, the digest alone, as tar, rsync and image layers
+        change file times; for parquet, where the index has only seen the footer, the version too."""
         return [shard.digest + shard.version * (shard.kind == ".parquet") for shard in self.shards]
 
     def version(self, number: int) -> str:
-        """Return what changes with a group's content, also where the footer of its file stays as it was."""
+        """Return what changes with a group's content, even if the footer of its file stays the same."""
         shard, group = self.groups[number]
         return f"{shard.url} {shard.version} {group.start}"
 
     def name(self, number: int, row: int) -> str:
-        """Return the name of a group's row for messages: the file, and the line or the row, counted from 1."""
+        """Return the name of a group's row for messages: the file, and the line or row, counted from 1."""
         shard, group = self.groups[number]
         if shard.kind in HAVE_LINES:
             return f"{shard.url}, line {group.line + _parse_group(shard, group).lines[row]}"
@@ -193,7 +192,7 @@ class ShardReader:
 
 
 class TableReader:
-    """The rows of a table, in groups of BLOCK."""
+    """Reads rows from a table, in groups of BLOCK."""
 
     shards: tuple[Shard, ...] = ()
 
@@ -204,11 +203,11 @@ class TableReader:
 
     @cached_property
     def row_bytes(self) -> np.ndarray:
-        """Return the mean bytes of a row of each group, in all columns; shape (groups,), float64."""
+        """Return the mean bytes of each group's rows, over all columns; shape (groups,), float64."""
         return np.array([rows.nbytes / len(rows) for rows in self._table.iter(BLOCK)])
 
     def read(self, number: int, first: int, last: int, columns: Sequence[str]) -> Found:
-        """Return rows of a group, and why some of these are unreadable, by place."""
+        """Return rows of a group, and why some of them are unreadable, by position."""
         before = number * BLOCK
         return arrow_values(self._table[before + first : before + last], columns, self._table.features)
 
@@ -227,21 +226,21 @@ class TableReader:
 
 
 Source = ShardReader | TableReader
-"""Where rows are."""
+"""Where rows are read from."""
 
 
 class Opened(NamedTuple):
-    """A dataset whose files are known, and not read yet."""
+    """Holds the sources of a dataset, whose files are known but not read yet."""
 
     dataset: str
     train: Any
-    """The Source of the rows to train on."""
+    """The Source of the training rows."""
     evaluation: Source | None
-    """That of the rows to evaluate on, if the dataset has a split for them."""
+    """The Source of the evaluation rows, if the dataset has a split for them."""
 
 
 def row_ranges(source: Source) -> list[RowRange]:
-    """Return all rows of a source: a group at a time, or a part of a large one."""
+    """Return all rows of a source: one range for each group, or several for a large one."""
     return [
         (number, first, min(first + LARGEST_RANGE, size))
         for number, size in enumerate(source.sizes.tolist())
@@ -250,7 +249,7 @@ def row_ranges(source: Source) -> list[RowRange]:
 
 
 def read_text(source: Source, part: RowRange, columns: Encoders) -> Found:
-    """Return the rows of a part as the text that is kept of them, and why some of them cannot be used, by place."""
+    """Return the rows of a part as the text to keep, and why some of them cannot be used, by position."""
     number, first, last = part
     rows, bad = source.read(number, first, last, [*columns])
     for name, encode in columns.items():
@@ -278,7 +277,7 @@ def _parse_group(shard: Shard, group: Group) -> Parsed:
     def read() -> bytes:
         _require_unchanged(shard)
         system, path = fsspec.core.url_to_fs(shard.url)
-        return system.cat_file(path, start=group.start, end=group.end)  # s3fs has another order
+        return system.cat_file(path, start=group.start, end=group.end)  # s3fs takes the arguments in another order
 
     _, parse = TEXT_FORMATS[shard.kind]
     return parse(patiently(shard.url, read), shard.columns)
@@ -287,22 +286,22 @@ def _parse_group(shard: Shard, group: Group) -> Parsed:
 def _require_unchanged(shard: Shard) -> None:
     found = list_files(shard.url).get(shard.url, "")
     if lasting(found) != lasting(shard.version):
-        says = "has changed or is gone since it was indexed: put it back as it was, or begin a new run"
+        says = "has changed or disappeared since it was indexed: restore it, or start a new run"
         raise UserError(f"{shard.url} {says}")
 
 
 CODE = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
-"""The source of what makes the cached tables: when it changes, they are made again."""
-PART_NAMES = {"train": "the data to train on", "eval": "the data to evaluate on"}
+"""The source code that makes the cached tables: when it changes, they are made again."""
+PART_NAMES = {"train": "the training data", "eval": "the evaluation data"}
 REASON = "why this row cannot be used"
-"""A column beside those of the data."""
+"""Name of a column that is added to those of the data."""
 HELD_OUT = 1000  # room: streaming
-"""Rows at the end of streamed data that are evaluated on at most, if no file is named for that."""
-SKIP = "or leave out such rows with --task.bad_rows=skip"
+"""Maximum number of rows held out from the end of streamed data for evaluation, if it has no split for that."""
+SKIP = "or skip such rows with --task.bad_rows=skip"
 
 
 class MixtureSource(Settings):
-    """One of the datasets that are mixed."""
+    """Names one dataset of a mixture, and how much of it to take."""
 
     dataset: str = ""
     dataset_config: str | None = None
@@ -311,11 +310,12 @@ class MixtureSource(Settings):
 
 
 class TextTask(Task):
-    """Settings of the data of tasks on text, and the reading of their rows."""
+    """Reads the rows of a text task, as its settings say."""
 
     dataset: str = ""
     """A dataset on the Hub, a file (.txt, .jsonl, .json, .csv, .tsv, .parquet), or a folder of such files whose names
-    say their split: train, and validation, dev or test. A .txt file is one document; in a .tsv, quotes are text."""
+    tell their split: train, and validation, dev or test. A .txt file is one document; in a .tsv, quotes are plain
+    text."""
     dataset_config: str | None = None
     """Configuration (subset) of a dataset on the Hub."""
     column_names: list[str] = []
@@ -323,61 +323,61 @@ class TextTask(Task):
     train_split: str = "train"
     """Split to train on."""
     eval_split: str | None = None
-    """Split to evaluate on; null: validation, dev or test where there is one, else a part of train_split."""
+    """Split to evaluate on; null: validation, dev or test if there is one, else a part of train_split."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of train_split that is kept for evaluation if there is no split for it."""
+    """Fraction of train_split that is held out for evaluation if there is no split for it."""
     eval_from: Literal["random", "last", "all"] = "random"
-    """Which share: rows drawn at random, the same in each run, or the last ones. A single document is always cut near
-    its end. all: not a share, but all that is trained on, as src.tools.evaluate has it for other data."""
+    """Which rows are held out: random ones, the same in each run, or the last ones. A single document is always cut
+    near its end. all: none, and all rows are evaluated on, as src.tools.evaluate does with other data."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows that cannot be read, or whose text or label is missing or of another type: name them and
-    stop, or leave them out and count them."""
+    """What to do with rows that cannot be read, or whose text or label is missing or of the wrong type. refuse: name
+    the first and stop; skip: leave them out and count them."""
     streaming: bool = False  # room: streaming
-    """Read files while training, in place of loading them before: task.dataset is a file, a folder,
-    a dataset on the Hub or a URL such as s3://bucket/folder. Evaluation data are loaded."""
+    """Read files during training instead of loading them first: task.dataset is a file, a folder, a dataset on the Hub
+    or a URL such as s3://bucket/folder. Evaluation data are loaded first."""
     sources: list[MixtureSource] = []  # room: streaming
-    """Datasets to mix, in place of task.dataset: [{dataset: A, weight: 3}, {dataset: B, weight: 1, max_epochs: 2}].
-    Weights share out the rows. An epoch has each row max_epochs times, 1 by default: a source that is used up leaves
-    its share to the others."""
+    """Datasets to mix, instead of task.dataset: [{dataset: A, weight: 3}, {dataset: B, weight: 1, max_epochs: 2}]. Rows
+    are drawn in proportion to the weights. An epoch has each row max_epochs times, 1 by default: once a source is used
+    up, the others take over its share."""
     shuffle_window: PositiveInt = 10_000  # room: streaming
-    """Streamed or mixed rows that are shuffled and packed together, on average: windows are alike in bytes. Groups of
-    rows are shuffled before."""
+    """Streamed or mixed rows that are shuffled and packed together, on average: windows have about the same number of
+    bytes. Groups of rows are shuffled first."""
     cache_gb: ResumeSafe[PositiveFloat] = 20.0  # room: streaming
-    """Gigabytes that tokenized rows may take on the disk, for the next epoch and other processes."""
+    """Gigabytes of disk space that tokenized rows may take, for the next epoch and other processes."""
     _skipped_rows: dict[str, int] = PrivateAttr(default_factory=dict)
 
     @property
     def parts(self) -> list[MixtureSource]:
-        """Return the datasets to read: those of a mixture, or the only one."""
+        """Return the datasets to read: those of the mixture, or the only one."""
         if self.sources and self.eval_from != "all":  # room: streaming
             return self.sources
         return [MixtureSource(dataset=self.dataset, dataset_config=self.dataset_config)]
 
     @property
     def is_streaming(self) -> bool:  # room: streaming
-        """Return whether files are read while training."""
+        """Return whether files are read during training."""
         return self.streaming and self.eval_from != "all"
 
     @cached_property
     def source_names(self) -> list[str]:  # room: streaming
-        """Return the names of a mixture's sources: the last part of each dataset's path, and a number where that is not
-        the only one. None if there is no mixture."""
+        """Return the names of a mixture's sources: the last part of each dataset's path, with a number unless it is
+        unique. Empty if there is no mixture."""
         stems = [Path(part.dataset).stem for part in self.parts if self.parts is self.sources]
         return [stem if stems.count(stem) == 1 else f"{stem}_{number}" for number, stem in enumerate(stems, start=1)]
 
     @property
     def is_tokenized_late(self) -> bool:  # room: streaming
-        """Return whether rows are tokenized while training: those of a mixture are too."""
+        """Return whether rows are tokenized during training, as those of a mixture are too."""
         return self.is_streaming or self.parts is self.sources
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
         if self.parts is self.sources:  # room: streaming
             if self.dataset:
-                yield "task.dataset and task.sources: set one, a dataset or those to mix"
+                yield "task.dataset and task.sources: set one, a single dataset or a mixture"
             for source in self.sources:
                 if not source.weight:
-                    yield f"task.sources: {source.dataset} has a weight of 0: leave it out, or give it a share"
+                    yield f"task.sources: {source.dataset} has a weight of 0: remove it, or give it a weight"
         for part in self.parts:
             path = Path(part.dataset)
             is_local = path.exists()
@@ -385,20 +385,20 @@ class TextTask(Task):
             if not part.dataset:
                 yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
             elif self.is_streaming and (is_local or "://" in part.dataset):  # room: streaming
-                pass  # it is judged once it is listed
+                pass  # it is checked once it is listed
             elif is_local and (error := path_error(path)):
                 yield f"task.dataset={path}: {error}"
             elif not is_local and not is_hub_name:
                 yield f"task.dataset={path}: no such file or folder"
         if self.eval_split == self.train_split and self.eval_from != "all":
-            says = "is what is trained on; without it, a part of that is kept to evaluate on"
+            says = "is the training split; leave it unset to hold out a part of that for evaluation"
             yield f"task.eval_split={self.eval_split}: {says}"
 
     def open_rows(self) -> list[Opened]:
-        """Return what reads the rows of each of `parts`. Raise a UserError that says in one line what cannot be loaded
-        and what to do."""
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and said in one line
-        datasets.disable_progress_bars()  # they would stay when they are done
+        """Return a reader for the rows of each of `parts`. Raise a UserError that says in one line what cannot be
+        loaded and what to do."""
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and reported in one line
+        datasets.disable_progress_bars()  # finished bars would stay on the screen
         self._skipped_rows = {"train": 0, "eval": 0}
         return [self._open_part(part) for part in self.parts]
 
@@ -414,7 +414,7 @@ class TextTask(Task):
         return Opened(part.dataset, *opened)
 
     def _find_splits(self, part: MixtureSource) -> dict[str, Any]:
-        """Return the files of each split, each with its version; or a table, where `datasets` has to read them."""
+        """Return the files of each split, each with its version; or a table, if `datasets` has to read them."""
         if "://" in part.dataset or Path(part.dataset).exists():
             versions = find_files(part.dataset)
             if part.dataset.lower().endswith(KINDS):
@@ -422,10 +422,10 @@ class TextTask(Task):
             files = declared_splits(part.dataset, part.dataset_config) or by_split(versions)
         else:
             files = splits_of(part.dataset, part.dataset_config)
-            # a .txt there has a document a line, and what is compressed would have to be unpacked
+            # on the Hub, a .txt has one document per line, and compressed files would have to be unpacked
             others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
             if self.is_streaming:  # room: streaming
-                refuse(f"{name}: cannot be streamed, only {', '.join(KINDS[1:])} files" for name in others)
+                refuse(f"{name}: cannot be streamed; only {', '.join(KINDS[1:])} files can" for name in others)
             if others or not files:
                 tables: Any = load_dataset(part.dataset, part.dataset_config)
                 return tables
@@ -436,20 +436,20 @@ class TextTask(Task):
         return {split: {name: versions[name] for name in names} for split, names in files.items()}
 
     def _open(self, found: Any, dataset: str) -> Source:
-        """Return what reads a table, or those files that have a row. Raise a UserError if none has."""
+        """Return a reader for a table, or for the files that have rows. Raise a UserError if none has."""
         if isinstance(found, Dataset):
             return TableReader(found, dataset)
         shards = [shard for shard in index_files(found, self.column_names, cache_folder()) if shard.groups]
         if not shards:
-            raise UserError(f"task.dataset={dataset}: no row in its {len(found)} files")
+            raise UserError(f"task.dataset={dataset}: its files ({len(found)}) have no rows")
         if is_first():
             say(*(f"{shard.url}: {shard.note}" for shard in shards if shard.note), file=sys.stderr)
         return ShardReader(shards)
 
     def usable_parts(self, opened: list[Opened], columns: Encoders) -> tuple[list[Any], list[Dataset]]:
-        """Return the usable rows to train on and to evaluate on, of each part: tables with these columns, all text. A
-        part without an evaluation split is split. What is streamed stays a Source. Raise a UserError if there are
-        unusable rows and they may not be skipped, or too few rows are left."""
+        """Return the usable rows of each part, to train on and to evaluate on: tables with these columns, all text. A
+        part without an evaluation split is split in two. Streamed rows stay a Source. Raise a UserError if unusable
+        rows may not be skipped, or too few rows are left."""
         trained, evaluated = [], []
         for part in opened:
             if self.is_streaming:  # room: streaming
@@ -491,7 +491,7 @@ class TextTask(Task):
             name = source.name(*next(islice(places, bad[0], None)))
             count = f"{len(bad):,} of {len(table):,} rows in {where} cannot be used"
             raise UserError(f"{name}: {reasons[bad[0]]}; {count}: fix them, {SKIP}")
-        self._skipped_rows[part] += len(bad)  # of all parts
+        self._skipped_rows[part] += len(bad)  # summed over all parts
         return table.select(np.setdiff1d(np.arange(len(table)), bad))
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
@@ -504,15 +504,15 @@ class TextTask(Task):
         return parts["train"], parts["test"]
 
     def _num_held_out(self, num_rows: int, dataset: str) -> int:
-        """Return how many rows are kept for evaluation. Raise a UserError if there are too few."""
+        """Return how many rows are held out for evaluation. Raise a UserError if there are too few."""
         size = round(num_rows * self.eval_fraction)
         if not 0 < size < num_rows:
-            says = f"{num_rows} rows are too few to keep {self.eval_fraction:g} of them for evaluation"
+            says = f"{num_rows} rows are too few to hold out {self.eval_fraction:g} of them for evaluation"
             raise UserError(f"task.dataset={dataset}: {says} (task.eval_fraction)")
         return size
 
     def _hold_out(self, part: Opened) -> list[RowRange]:  # room: streaming
-        """Take the end of the last group from the rows to train on; return it."""
+        """Remove the end of the last group from the training rows, and return it."""
         sizes = part.train.sizes
         size = min(HELD_OUT, self._num_held_out(int(sizes.sum()), part.dataset), int(sizes[-1]))
         sizes[-1] -= size
@@ -521,21 +521,21 @@ class TextTask(Task):
 
 
 def require_columns(columns: Encoders, source: Source, dataset: str, where: str = "") -> None:
-    """Raise a UserError if a column is missing, in all files or in some."""
+    """Raise a UserError if a column is missing, from all files or some."""
     needed = [name for name, encode in columns.items() if not _takes_nothing(encode)]
     if missing := " nor ".join(name for name in needed if name not in source.column_names):
         says = f"task.dataset={dataset}: no column {missing}{where and f' in {where}'}"
         says += f"; its columns are {listed(source.column_names)}"
         if where == PART_NAMES["eval"]:
-            says += ". Are they kept back, as at Kaggle? Without that file, a part of the rows to train on is kept"
+            says += ". Are labels withheld, as on Kaggle? Without that file, a part of the training data is held out"
         raise UserError(says)
     lacking = [(shard.url, [name for name in needed if name not in shard.columns]) for shard in source.shards]
-    refuse(f"{url}: no column {' nor '.join(names)}, as other files have" for url, names in lacking if names)
+    refuse(f"{url}: no column {' nor '.join(names)}, which other files have" for url, names in lacking if names)
 
 
 def _read(source: Source, parts: list[RowRange], columns: Encoders, desc: str) -> Dataset:
-    """Return all rows of the parts as a table of text, with the column REASON: null where there is none. The second
-    time, even in another process, from the cache, as long as the content of the files is the same."""
+    """Return all rows of the parts as a table of text, with a column REASON, null where the row can be used. Later
+    calls, even in another process, read it from the cache, as long as the content of the files is the same."""
     key = Hasher.hash([source.content, parts, columns, CODE])
     folder = cache_folder()
     file = folder / f"{key}.arrow"
@@ -559,8 +559,9 @@ def _read(source: Source, parts: list[RowRange], columns: Encoders, desc: str) -
 
 
 def cached_map(rows: Dataset, function: Callable[..., Rows], desc: str, **options: Any) -> Dataset:
-    """Return what `function` makes of batches of all columns; the second time, even in another process, from the cache,
-    as long as the rows, the function with its arguments (a partial's, or its object's fields) and CODE are the same."""
+    """Return what `function` makes of batches of all columns. Later calls, even in another process, read it from the
+    cache, as long as the rows, the function with its arguments (a partial's, or its object's fields) and CODE are the
+    same."""
     key = Hasher.hash([rows._fingerprint, function, CODE])
     names = rows.column_names
     with bar(desc, total=len(rows)) as progress:
@@ -573,7 +574,7 @@ def cached_map(rows: Dataset, function: Callable[..., Rows], desc: str, **option
 
 
 def cache_folder() -> Path:
-    """Return the folder that keeps indexes, rows and blocks of tokens."""
+    """Return the folder where indexes, rows and blocks of tokens are cached."""
     return Path(datasets.config.HF_DATASETS_CACHE) / "rows"
 
 
@@ -587,7 +588,7 @@ def _takes_nothing(encode: Any) -> bool:
 
 
 def table_checksum(table: Dataset, columns: list[str]) -> str:
-    """Return a SHA-256 of the numbers in these columns, row by row: a number each, or a list."""
+    """Return a SHA-256 of the numbers in these columns, whose values are a number or a list each."""
     digest = hashlib.sha256()
     for rows in table.select_columns(columns).with_format("arrow").iter(10_000):
         for name in columns:

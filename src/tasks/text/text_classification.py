@@ -1,4 +1,4 @@
-"""Labels for texts, or pairs of them, with any encoder of transformers: `--task.name=text_classification`."""
+"""Classification of texts, or pairs of texts, with any transformers encoder: `--task.name=text_classification`."""
 
 import copy
 from collections import Counter
@@ -27,29 +27,29 @@ from src.tasks.text.streaming.stream import Stream, build_stream
 from src.tasks.text.tokenizing import Labelling, known_label, length_grouped, sorted_labels
 
 SHOWN = 20
-"""Number of labels, the most frequent ones, whose counts are shown at the start of a run."""
+"""Number of most frequent labels whose counts are shown at the start of a run."""
 LONGEST_CELL = 200
-"""Characters of a text that a table shows at most."""
+"""Maximum number of characters of a text that a table shows."""
 
 
 class TextClassification(FineTuning):
-    """Tells which label a text, or a pair of texts, has."""
+    """Classifies texts, or pairs of texts."""
 
     name: Literal["text_classification"] = "text_classification"
     """The task to train."""
     text_column: str = "text"
     """Column of texts."""
     text_pair_column: str | None = None
-    """Column of second texts, if pairs are labelled."""
+    """Column of second texts, to classify pairs."""
     label_column: str = "label"
-    """Column of labels, names or numbers. Only those in the training data exist."""
+    """Column of labels, names or numbers. The training data's are all that exist."""
     sequence_length: PositiveInt = 256
-    """Tokens that the model sees at most. Longer texts are cut off."""
+    """Maximum number of tokens that the model sees. Longer texts are truncated."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
     auto_class = AutoModelForSequenceClassification
     adapters_for = "SEQ_CLS"
     has_new_head = True
-    exports_adapters = False  # by themselves they would not say which labels there are
+    exports_adapters = False  # on their own they would not tell the labels
     pipeline_tag = "text-classification"
     _texts: Dataset = PrivateAttr()
 
@@ -78,8 +78,7 @@ class TextClassification(FineTuning):
         return Labelling(self.label_column, self._labels, self._tokenizer, self.sequence_length)
 
     def _labelled(self, rows: Dataset, desc: str) -> Dataset:
-        """Return a table of what the labelling makes of the rows (on a second call, from the cache), with their numbers
-        as `row`."""
+        """Return a table of the rows as model inputs, with row numbers as `row`; on a second call, from the cache."""
         return cached_map(rows, self._labelling, f"tokenizing {desc}").add_column("row", range(len(rows)))
 
     def _evaluation_set(self, rows: Dataset) -> Dataset:
@@ -89,7 +88,7 @@ class TextClassification(FineTuning):
         return evaluation.select(by_length)  # batches of similar lengths need less padding
 
     def _stream(self, train: list[Any], parts: list[Dataset], columns: Encoders) -> Any:  # room: streaming
-        """Return the streamed training set, whose labels are those of the rows to evaluate on, and the set of those."""
+        """Return the streamed training set, with the labels of the evaluation data, and the evaluation set."""
         rows = concatenate_datasets(parts)
         self.state.data["labels"] = self._known_labels(rows, rows)
         evaluation = self._evaluation_set(rows)
@@ -98,8 +97,8 @@ class TextClassification(FineTuning):
         return build_stream(self, train, columns, self._labelling, None), evaluation.add_column("source", sources)
 
     def _known_labels(self, train: Dataset, evaluation: Dataset) -> list[str]:
-        """Return the labels that the model was trained on, or else those of the rows to train on, in the order of their
-        numbers. Raise a UserError if these are too few, or the rows to evaluate on have others."""
+        """Return the labels that the model was trained on, or else those of the training data, in the order of their
+        ids. Raise a UserError if there are fewer than two, or the evaluation data have others."""
         found = [{*rows[self.label_column][:]} for rows in (train, evaluation)]
         names = self._labels or sorted_labels(found[0])
         known: dict[Any, Any] = self._own_config.label2id or {}
@@ -107,9 +106,9 @@ class TextClassification(FineTuning):
             names = sorted(names, key=known.__getitem__)
         where = f"task.label_column={self.label_column}"
         if len(names) < 2:
-            raise UserError(f"{where}: all rows to train on have the same label, {names[0]}")
+            raise UserError(f"{where}: all training rows have the same label, {names[0]}")
         if unseen := listed(sorted(set.union(*found) - set(names))):
-            says = f"is in the data to evaluate on, but not in the data to train on ({listed(names)})"
+            says = f"is in the evaluation data, but not in the training data ({listed(names)})"
             raise UserError(f"{where}: {unseen} {says}")
         return names
 
@@ -164,7 +163,7 @@ class TextClassification(FineTuning):
         config = self.load_config()
         check_fit(self.sequence_length, config, self._tokenizer)
         if type(config) not in self.auto_class._model_mapping:
-            raise UserError(f"task.model={self.model}: transformers has no text classifier of kind {config.model_type}")
+            raise UserError(f"task.model={self.model}: transformers has no text classifier of type {config.model_type}")
         return config
 
     @cached_property
@@ -172,7 +171,7 @@ class TextClassification(FineTuning):
         tokenizer = self.load_tokenizer()
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         if tokenizer.pad_token is None:
-            raise UserError(f"task.model={self.model}: its tokenizer has no token to pad with, nor one for the end")
+            raise UserError(f"task.model={self.model}: its tokenizer has neither a padding token nor an eos token")
         return tokenizer
 
     def count(self, batch: Batch) -> Counts:
@@ -215,7 +214,7 @@ class TextClassification(FineTuning):
         return f"{self._tokenizer.decode(row['input_ids'])}\nlabel: {self._labels[row['label']]}"
 
     def load_export(self, folder: Path) -> Any:
-        # adapters were added to the weights
+        # adapters have been merged into the weights
         exported = self.model_copy(update={"model": str(folder), "revision": None, "lora": Lora()})
         labels = list((exported.load_config().id2label or {}).values())
         self.state.data["labels"] = exported.state.data["labels"] = labels

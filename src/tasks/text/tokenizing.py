@@ -1,7 +1,7 @@
-"""Rows of text as tokens: those that a model has to predict, and what a classifier sees of labelled texts.
+"""Tokenization of rows: chunks that a language model has to predict, and a classifier's inputs from labelled texts.
 
 A chunk is at most sequence_length tokens: `input_ids`, and as `labels` the token after each, or -100 where that is
-masked out of the loss. Raw text that is longer makes several chunks; prompts and chats are cut off.
+masked out of the loss. Longer raw text is split into several chunks; longer prompts and chats are truncated.
 """
 
 import json
@@ -31,9 +31,8 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of 256 bytes, `<|endoftext|>`, which begins and ends a document, and `<|pad|>`, with a plain
-    chat template. What `save_pretrained` writes of it, `AutoTokenizer.from_pretrained` loads.
-    """
+    """Return a tokenizer of the 256 bytes, `<|endoftext|>`, which begins and ends a document, and `<|pad|>`, with a
+    plain chat template. `AutoTokenizer.from_pretrained` loads what its `save_pretrained` writes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # a printable character for each byte, as in GPT-2
     tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -61,12 +60,12 @@ BOOL = Value("bool")
 CHUNK_FEATURES = Features(
     {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": BOOL, "had_ends": BOOL}
 )
-"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss, `had_ends` says of a row's first
-chunk that the text itself began or ended with the special token for that."""
+"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss; `had_ends` tells, for a row's
+first chunk, whether the text itself began or ended with the special token for that."""
 
 
 Columns = dict[str, str]
-"""Which columns hold what, by role: text; or prompt and completion; or messages, with tools or without."""
+"""Names of columns by role: text; or prompt and completion; or messages, with or without tools."""
 USUAL: tuple[Columns, ...] = (
     {"messages": "messages"},
     {"messages": "conversations"},
@@ -76,13 +75,13 @@ USUAL: tuple[Columns, ...] = (
 
 
 def find_columns(asked: dict[str, str | None], names: list[str]) -> Columns:
-    """Return which of these columns hold what: as asked for, or else as they are usually called. Raise a UserError if
-    the roles of those asked for don't belong together, or none has a usual name."""
+    """Return the columns by role: those asked for, or else those with usual names. Raise a UserError if the roles of
+    those asked for don't belong together, or none has a usual name."""
     chosen = {role: column for role, column in asked.items() if column}
     kinds = [usual for usual in USUAL if ({*chosen} == {*usual} if chosen else {*usual.values()} <= {*names})]
     if not kinds:
         hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
-        raise UserError(f"which of the dataset's columns {listed(names)} to train on? Set {hint}")
+        raise UserError(f"which of the dataset's columns ({listed(names)}) to train on? Set {hint}")
     found = chosen or kinds[0]
     # rows without tools need not have the column
     return found | {"tools": "tools"} if "messages" in found else found
@@ -98,11 +97,11 @@ class Chunker:
     sequence_length: int
     train_on_prompts: bool
     filler: ClassVar[Chunk] = {"input_ids": [], "labels": [], "length": 0}  # room: streaming
-    """What stands for a row without a chunk."""
+    """Placeholder for a row without a chunk."""
 
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
-        """Return a table with the columns of CHUNK_FEATURES; the second time, even in another process, from the cache.
-        Raise a UserError if a chat template does not work (see `render_chat`)."""
+        """Return a table with the columns of CHUNK_FEATURES; later calls, even in another process, read it from the
+        cache. Raise a UserError if a chat template fails (see `render_chat`)."""
         rows = rows.select_columns([*self.columns.values()])
         return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
@@ -121,7 +120,7 @@ class Chunker:
         chunks = []
         for (_, spans), tokens in zip(rows, encoded, strict=True):
             bare = tokens[0]
-            # where a chat template wrote the text before, it has its ends, and a second one would be learnt
+            # text that a chat template wrote has its own ends, and the model would learn to write them twice
             begin = [] if bare[: len(prefix)].tolist() == prefix else prefix
             end = [] if bare[len(bare) - len(suffix) :].tolist() == suffix else suffix
             ids = np.concatenate([begin, bare, end], dtype=np.int32, casting="unsafe")
@@ -133,7 +132,8 @@ class Chunker:
         return chunks
 
     def _render(self, values: dict[str, Any]) -> tuple[str, Spans | None]:
-        """Return a row, its values by role, as one text, and which parts of that contribute to the loss (None: all)."""
+        """Return a row, given as values by role, as one text, and which parts of it contribute to the loss (None:
+        all)."""
         if "text" in values:
             return values["text"], None
         if "messages" in values:
@@ -143,8 +143,8 @@ class Chunker:
         return text, None if self.train_on_prompts else [(len(values["prompt"]), len(text))]
 
     def _cut(self, ids: np.ndarray, loss_mask: np.ndarray, had_ends: bool) -> Iterator[Chunk]:
-        """Yield a row's chunks: all of them for raw text, else the first one. `loss_mask` says of each token whether it
-        contributes to the loss."""
+        """Yield a row's chunks: all of them for raw text, else the first one. `loss_mask` marks the tokens that
+        contribute to the loss."""
         labels = np.where(loss_mask, ids, -100)
         size = len(ids) - 1  # the last token is predicted, and predicts nothing
         splits = "text" in self.columns
@@ -162,21 +162,22 @@ class Chunker:
 
 
 def _within(spans: Spans, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return which tokens are in these parts of their text, shape (tokens,), from the characters where they start and
-    end."""
-    # some tokenizers report tokens of white space as empty: each spans what is between its neighbours
+    """Return which tokens are within these spans of their text, shape (tokens,), given the characters where they start
+    and end."""
+    # some tokenizers report whitespace tokens as empty: each then spans what is between its neighbours
     starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
     return np.logical_or.reduce([(ends > first) & (starts < last) & (ends > starts) for first, last in spans])
 
 
-def split_text(rows: Dataset, column: str, share: float) -> tuple[Dataset, Dataset]:
-    """Return the only row with this share of its text, and with the rest. Raise a UserError if that is too little."""
+def split_text(rows: Dataset, column: str, fraction: float) -> tuple[Dataset, Dataset]:
+    """Return the only row with this fraction of its text, and with the rest. Raise a UserError if the text is too
+    short."""
     length = len(rows[0][column])
-    cut = round(length * share)
+    cut = round(length * fraction)
     if not 0 < cut < length:
-        raise UserError("task.dataset: the text is too short to keep a part of it for evaluation")
+        raise UserError("task.dataset: the text is too short to hold out a part of it for evaluation")
     train, evaluation = (
-        cached_map(rows, partial(_cut_text, column=column, part=part), "cutting the text")
+        cached_map(rows, partial(_cut_text, column=column, part=part), "splitting the text")
         for part in (slice(cut), slice(cut, None))
     )
     return train, evaluation
@@ -187,7 +188,7 @@ def _cut_text(batch: Rows, column: str, part: slice) -> Rows:
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Return what a document begins and ends with: the eos token at the end, even if the tokenizer adds none."""
+    """Return the tokens that begin and end a document: the eos token at the end, even if the tokenizer adds none."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     ids, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
     first, last = is_special.index(0), len(ids) - is_special[::-1].index(0)
@@ -196,14 +197,14 @@ def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list
 
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: bool) -> list[np.ndarray]:
-    """Return each text's tokens; with `has_offsets`, which takes as long again, also the characters where they start
-    and end; each int32 of shape (1, tokens) or (3, tokens). Long texts are cut into slices of about SLICE characters,
+    """Return each text's tokens; with `has_offsets`, which takes twice as long, also the characters where they start
+    and end; each int32 of shape (1, tokens) or (3, tokens). Long texts are cut into slices of up to SLICE characters,
     at the end of a line if possible."""
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, match.start(), match[0]) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
     characters = accumulate(len(part) for _, _, part in slices)
     groups = groupby(slices, lambda _: next(characters) // (SLICE * TOGETHER))
-    fast = tokenizer.backend_tokenizer  # which does not warn of "longer than the model's maximum": we cut
+    fast = tokenizer.backend_tokenizer  # it does not warn about "longer than the model's maximum": we cut
     fast.no_truncation()
     fast.no_padding()
     fast.encode_special_tokens = tokenizer.split_special_tokens
@@ -233,16 +234,16 @@ def sorted_labels(labels: Iterable[str]) -> list[str]:
 
 
 def known_label(value: Any, labels: list[str]) -> str:  # room: streaming
-    """Return a label as text. Raise a ValueError if it is none of these."""
+    """Return a label as text. Raise a ValueError if it is not one of `labels`."""
     label = as_label(value)
     if label not in labels:
-        raise ValueError(f"{label} is not among the evaluation data's ({listed(labels)})")
+        raise ValueError(f"{label} is not in the evaluation data ({listed(labels)})")
     return label
 
 
 @dataclass(frozen=True)
 class Labelling:
-    """Makes the model's inputs from rows of a text, or a pair of them, and a label."""
+    """Makes model inputs from rows of a text, or a pair of texts, and a label."""
 
     label: str
     """Column of labels."""
@@ -252,11 +253,10 @@ class Labelling:
     sequence_length: int
 
     def __call__(self, rows: Rows) -> Rows:
-        """Return the model's inputs, with `label`, a number, `length` in tokens, and whether the text was
-        `truncated`."""
+        """Return the model's inputs, with `label`, an id, `length` in tokens, and whether the text was `truncated`."""
         texts = [values for name, values in rows.items() if name != self.label]
         encoded = self.tokenizer(*texts, truncation=True, max_length=self.sequence_length)
-        self.tokenizer.backend_tokenizer.no_truncation()  # a tokenizer that remembers it has another fingerprint
+        self.tokenizer.backend_tokenizer.no_truncation()  # remembered, it would change the fingerprint
         return {
             **encoded,
             "label": [self.labels.index(label) for label in rows[self.label]],
@@ -266,18 +266,18 @@ class Labelling:
 
     @property
     def filler(self) -> Chunk:  # room: streaming
-        """Return what stands for a row that was skipped: its label is ignored by the loss."""
+        """Return a placeholder for a skipped row, whose label the loss ignores."""
         return {name: [1] for name in self.tokenizer.model_input_names} | {"label": -100, "length": 0}
 
     def chunks_by_row(self, rows: Rows) -> ChunkLists:  # room: streaming
-        """Return the chunk of each row."""
+        """Return one chunk for each row."""
         made = self(rows)
         return [[dict(zip(made, values, strict=True))] for values in zip(*made.values(), strict=True)]
 
 
 def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
-    """Return indices, each once, in an order in which a batch has texts of similar lengths and the batches are
-    shuffled; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
+    """Return indices, each once, in an order that groups texts of similar lengths into batches and shuffles the
+    batches; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
     order = random.permutation(len(lengths))
     size = MEGA_BATCH * batch_size
     parts = np.split(order, range(size, len(order), size))

@@ -18,21 +18,21 @@ from src.tasks.text.reading import BLOCK, SKIP, Encoders, Source, read_text
 from src.tasks.text.tokenizing import Chunker, Labelling
 
 Maker = Chunker | Labelling
-"""What makes the chunks of each row."""
+"""Makes the chunks of each row."""
 ROOM = 0.9
-"""Share of the limit that stays when blocks make room for others."""
+"""Fraction of the limit that stays in use when blocks make room for others."""
 LOCKS = 256
-"""Files to lock: blocks that share one are not made at the same time."""
+"""Number of lock files: blocks that share one are not made at the same time."""
 POLL = 0.005
-"""Seconds from one look at a lock to the next."""
+"""Seconds between two tries to get a lock."""
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Makes the blocks, and keeps them in the folder. Those that were used least lately make room for new ones."""
+    """Makes blocks, and keeps them in the folder. The least recently used make room for new ones."""
 
     columns: Encoders
-    """Columns that a row needs, and what makes text of their values."""
+    """Columns that a row needs, and their encoders."""
     maker: Maker
     skips_bad_rows: bool
     key: str
@@ -42,18 +42,18 @@ class Blocks:
     """Bytes that the folder may hold."""
 
     def read(self, source: Source, rows: np.ndarray) -> Iterator[list[Chunk]]:
-        """Yield the chunks of these rows, one or more for each; that of a row which cannot be used has a `length` of 0.
-        Raise a UserError that names the row, if it may not be skipped."""
+        """Yield the chunks of each of these rows, one or more; the only one of an unusable row has a `length` of 0.
+        Raise a UserError that names the row if it may not be skipped."""
         ends = np.cumsum(source.sizes)
         of_row = np.searchsorted(ends, rows, side="right")
         places = rows - (ends - source.sizes)[of_row]
         keys = [*zip(of_row.tolist(), (places // BLOCK).tolist(), strict=True)]
         needed = sorted({*keys})
-        # each process begins at another one, so that they do not wait for one another
+        # each process begins with another block, so that they do not wait for each other
         start = os.getpid() % max(len(needed), 1)
         blocks = {}
         for key in needed[start:] + needed[:start]:
-            # a process that ends waits for its threads, but not for more than a block
+            # an exiting process waits for its threads, but for no longer than a block takes
             if not main_thread().is_alive():
                 raise RunError("the process has ended")
             blocks[key] = self._open(source, *key)
@@ -72,7 +72,7 @@ class Blocks:
             try:
                 os.utime(file)
                 table = feather.read_table(file, memory_map=False)
-            except FileNotFoundError:  # nobody has made it, or it had to make room
+            except FileNotFoundError:  # not made yet, or removed to make room
                 table = pa.Table.from_pylist([*self._make(source, group, first, last)])
                 unfinished = file.with_suffix(".unfinished")
                 with naming(file):
@@ -84,8 +84,8 @@ class Blocks:
         return by_row
 
     def _publish(self, unfinished: Path, file: Path) -> None:
-        """Rename a finished block. Beyond the limit, first remove others until a tenth of it is free."""
-        counted = self.folder / "bytes"  # else all are listed for each: a full folder has tens of thousands
+        """Rename a finished block. If the limit is exceeded, first remove others until a tenth of it is free."""
+        counted = self.folder / "bytes"  # saves listing the folder for each block: a full one has tens of thousands
         with FileLock(self.folder / "room.lock", poll_interval=POLL):
             own = unfinished.stat().st_size
             size = own + int(counted.read_bytes() if counted.exists() else self.limit)
@@ -102,7 +102,7 @@ class Blocks:
             recount.replace(counted)
 
     def _make(self, source: Source, group: int, first: int, last: int) -> Iterator[Chunk]:
-        """Yield the chunks of a block, each with the `row` that it is from."""
+        """Yield the chunks of a block, each with the `row` that it comes from."""
         rows, bad = read_text(source, (group, first, last), self.columns)
         if bad and not self.skips_bad_rows:
             place = min(bad)

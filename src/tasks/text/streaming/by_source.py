@@ -1,4 +1,4 @@
-"""What is told apart by the sources of a mixture: the tokens of batches, and the losses of evaluations."""
+"""Figures for each source of a mixture: the tokens of batches, and the losses of evaluations."""
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ from src.tasks.text.packing import Batch, Chunk
 
 
 def counts_by_source(names: list[str], chunks: list[Chunk], labels: str) -> Batch:
-    """Return what a batch of these chunks, each with `labels`, has more than others: how many tokens are from each
-    source of a mixture and how many rows cannot be used, and the source of each target."""
+    """Return what a batch of these chunks has in addition: how many tokens come from each source of a mixture, how many
+    rows were skipped, and the source of each target. `labels` is the name of their column of labels."""
     counts = {"train/skipped_rows": sum(not chunk["length"] for chunk in chunks)}
     if not names:
         return {"counts": counts}
@@ -24,10 +24,10 @@ def counts_by_source(names: list[str], chunks: list[Chunk], labels: str) -> Batc
 
 
 def sums_by_source(names: list[str], batch: Batch, losses: Tensor, rows: Tensor, num_rows: int) -> Tensors:
-    """Return for each source of a mixture the loss and the number of targets in each example; shape (examples, 2).
+    """Return, for each source of a mixture, the loss and the number of targets in each example; shape (examples, 2).
 
     Args:
-        names: those of the sources; none if there is no mixture.
+        names: names of the sources; none if there is no mixture.
         batch: what `collate` returned.
         losses: the loss of each target; shape (targets,).
         rows: the example that each target is in; shape (targets,).

@@ -1,8 +1,8 @@
-"""The order of a mixture's rows: a pure function of seed and epoch, whoever reads them.
+"""The order of a mixture's rows: a pure function of seed and epoch, whichever process reads them.
 
-The groups of each source are shuffled, then the rows within windows. A window takes from each source its share, until
-the source is used up; the others then share what is left. Shares are in rows of mean size: where rows are long, they
-are fewer, so that all windows of all epochs make about as many tokens.
+The groups of each source are shuffled, then the rows within windows. A window takes its share from each source until
+the source is used up; the others then divide up the rest. Shares are in rows of mean size: fewer rows are taken where
+they are long, so that all windows of all epochs make about the same number of tokens.
 """
 
 from dataclasses import dataclass
@@ -13,31 +13,32 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Which rows of which sources make up each window."""
+    """Tells which rows of which sources make up each window."""
 
     groups: list[np.ndarray]
-    """For each source, the rows of each of its groups; int64."""
+    """For each source, the number of rows in each of its groups; int64."""
     masses: list[np.ndarray]
-    """What each of these groups counts for, in rows of mean size; their sum is that of the rows; float64."""
+    """The weight of each of these groups, in rows of mean size; they sum to the number of rows; float64."""
     weights: list[float]
     passes: list[int]
-    """How often an epoch has each row of a source."""
+    """How many times an epoch has each row of a source."""
     window: int
     """Rows of mean size in a window; an epoch's last one may be smaller."""
 
     @cached_property
     def totals(self) -> np.ndarray:
-        """Return the rows that an epoch has of each source; int64."""
+        """Return how many rows an epoch has from each source; int64."""
         return np.array([rows.sum() for rows in self.groups]) * np.array(self.passes)
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Return the share of each source in each window of an epoch; shape (windows, sources), int64."""
+        """Return how many rows of mean size each window of an epoch takes from each source; shape (windows, sources),
+        int64."""
         taken, left, owed = [], self.totals.copy(), np.zeros(len(self.totals))
         while left.any():
             size = min(self.window, int(left.sum()))
             weights = np.where(left > 0, self.weights, 0.0)
-            # what whole rows could not give in one window is made good in the next
+            # what a source is owed after rounding to whole rows is made up for in the next window
             owed = np.where(left > 0, owed, 0.0) + size * weights / weights.sum()
             rows = np.clip(np.floor(owed), 0, left).astype(np.int64)
             while rows.sum() < size:
@@ -47,7 +48,7 @@ class Order:
         return np.array(taken)
 
     def rows(self, seed: int, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of a window, shuffled: each one's source, and its number there; of shape (rows,), int64."""
+        """Return the rows of a window, shuffled: the source of each, and its number there; of shape (rows,), int64."""
         share = self.shares[window]
         firsts = epoch * self.totals + self.shares[:window].sum(axis=0)
         numbers = [
@@ -66,7 +67,7 @@ class Order:
             number, place = divmod(first, size)
             end = min(size, place + last - first)
             ends, shifts, masses = self._shuffled(seed, source, number)
-            # the same number for the end of one window and the beginning of the next: no row is lost or doubled
+            # the same number ends one window and begins the next: no row is lost or repeated
             start, stop = np.rint(np.interp([place, end], masses, np.append(0, ends))).astype(int)
             rows = np.arange(start, stop)
             parts.append(rows + shifts[np.searchsorted(ends, rows, side="right")])
@@ -75,11 +76,11 @@ class Order:
 
     @lru_cache(maxsize=8)  # noqa: B019  # a run has one Order
     def _shuffled(self, seed: int, source: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where the groups of a source end in its pass of this number, in their order there; what to add to a
-        row's place there to get its number; and from 0 on the masses up to these ends."""
+        """Return where the groups of a source end, in their order in pass `number`; what to add to a row's place in
+        that order to get its number; and the cumulative masses up to these ends, from 0 on."""
         groups = self.groups[source]
         order = np.random.default_rng([seed, 0, source, number]).permutation(len(groups))
         ends = np.cumsum(groups[order])
         masses = np.cumsum(self.masses[source][order])
-        masses[-1] = ends[-1]  # whatever rounding has made of it
+        masses[-1] = ends[-1]  # whatever rounding made of it
         return ends, np.cumsum(groups)[order] - ends, np.append(0, masses)

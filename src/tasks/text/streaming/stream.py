@@ -1,4 +1,4 @@
-"""A training set of which only a window is in memory: its rows are tokenized and packed when it is their turn."""
+"""A training set that keeps only a window in memory: rows are tokenized and packed when it is their turn."""
 
 import hashlib
 import math
@@ -21,30 +21,30 @@ from src.tasks.text.streaming.blocks import Blocks, Maker
 from src.tasks.text.streaming.order import Order
 
 PLACES, SAMPLED = 8, 1024
-"""Places in each source, evenly spread, and rows at each, that tell how long rows are."""
+"""Evenly spaced places in each source, and rows sampled at each, to estimate how long rows are."""
 WIDENING = 1.02
-"""Factor by which sequences become longer until a window's chunks fit into them."""
+"""Factor by which sequences are lengthened until a window's chunks fit into them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """The sequences of an epoch, of one or more chunks each: a map-style dataset, to be read in ascending order.
+    """Holds the sequences of an epoch, of one or more chunks each: a map-style dataset, to be read in ascending order.
 
-    How many sequences a window's rows make is settled before they are read: it follows from the index and a sample. So
-    a sequence's number tells its window, whatever was read before.
+    How many sequences a window's rows make is fixed before they are read, from the index and a sample. So a sequence's
+    number tells its window, whatever was read before.
     """
 
     order: Order
     sources: list[Source]
     blocks: Blocks
     capacity: int | None
-    """Tokens of a sequence, as far as possible; None: each is one chunk, and each row has one."""
+    """Tokens of a sequence, if possible; None: each sequence is one chunk, and each row has one."""
     counts: np.ndarray
-    """Sequences of each window, as `count_sequences` returns them."""
+    """Number of sequences in each window, from `count_sequences`."""
     seed: int = 0
     epoch: int = 0
     _read: dict[int, Future[ChunkLists]] = field(default_factory=dict, init=False)
-    """Windows that are being read or have been, by number."""
+    """Windows that are being read or have been read, by number."""
 
     def __len__(self) -> int:
         return int(self.counts.sum())
@@ -60,7 +60,7 @@ class Stream:
         return {"sequences": len(self), "rows": int(self.order.totals.sum()), "windows": len(self.counts)}
 
     def fingerprint(self) -> str:
-        """Return what changes with the rows, their order, or the sequences that they make."""
+        """Return a checksum that changes with the rows, their order, or the sequences that they make."""
         of = self.blocks
         made = Hasher.hash([[*of.columns], of.maker, of.skips_bad_rows])
         parts = [*(source.fingerprint for source in self.sources), made, self.capacity]
@@ -68,7 +68,7 @@ class Stream:
         return hashlib.sha256(str(parts).encode() + b"".join(array.tobytes() for array in arrays)).hexdigest()
 
     def _window(self, number: int) -> ChunkLists:
-        """Return a window, and begin to read the one after it."""
+        """Return a window, and start reading the next one."""
         near = range(number, min(number + 2, len(self.counts)))
         for other in self._read.keys() - near:
             del self._read[other]
@@ -91,8 +91,8 @@ class Stream:
 
 
 def build_stream(task: TextTask, rows: list[Any], columns: Encoders, maker: Maker, capacity: int | None) -> Stream:
-    """Return a task's training set: sequences of up to `capacity` tokens, or of one chunk each if that is None. `rows`
-    are the tables or Sources of the task's parts, the other arguments those of Blocks."""
+    """Return a task's training set: sequences of `capacity` tokens, if possible, or of one chunk each if that is None.
+    `rows` are the tables or Sources of the task's parts; the other arguments are those of Blocks."""
     parts, skips = task.parts, task.bad_rows == "skip"
     sources = [
         TableReader(read, part.dataset) if isinstance(read, Dataset) else read
@@ -102,14 +102,14 @@ def build_stream(task: TextTask, rows: list[Any], columns: Encoders, maker: Make
     blocks = Blocks(columns, maker, skips, key, cache_folder() / "blocks", int(task.cache_gb * 1e9))
     weights, passes = [part.weight for part in parts], [part.max_epochs for part in parts]
     groups = [source.sizes for source in sources]
-    # where each row is a sequence, windows are cut by rows
+    # if each row is a sequence, windows are measured in rows
     masses = [masses_of(source) for source in sources] if capacity else groups
     order = Order(groups, masses, weights, passes, task.shuffle_window)
     return Stream(order, sources, blocks, capacity, count_sequences(order, sources, blocks, capacity))
 
 
 def masses_of(source: Source) -> np.ndarray:
-    """Return what each group of a source counts for by its bytes, in rows of mean size; float64."""
+    """Return the weight of each group of a source, by its bytes, in rows of mean size; float64."""
     sizes = source.sizes * source.row_bytes
     return sizes * (source.sizes.sum() / sizes.sum())
 
@@ -117,8 +117,8 @@ def masses_of(source: Source) -> np.ndarray:
 def count_sequences(order: Order, sources: list[Source], blocks: Blocks, capacity: int | None) -> np.ndarray:
     """Return how many sequences each window makes; shape (windows,), int64.
 
-    If `capacity` is None, one for each row. Else as many as are likely to hold the tokens of its rows: what a sample
-    lets one expect, and twice the standard deviation of the error of that.
+    If `capacity` is None, one for each row. Otherwise, as many as hold the tokens of its rows with high probability:
+    the number that a sample predicts, plus two standard deviations of the prediction's error.
     """
     if capacity is None:
         return order.shares.sum(axis=1)
@@ -128,7 +128,7 @@ def count_sequences(order: Order, sources: list[Source], blocks: Blocks, capacit
         size = int(source.sizes.sum())
         starts = np.linspace(0, size, PLACES, endpoint=False).astype(int)
         sample = np.unique(np.minimum(starts[:, None] + np.arange(SAMPLED), size - 1))
-        # one after another: rows may be long, and their blocks are kept until all of a place are read
+        # one place at a time: rows may be long, and blocks are kept until all of a place's rows are read
         places = np.array_split(sample, min(PLACES, len(sample)))
         by_row = chain.from_iterable(blocks.read(source, rows) for rows in places)
         in_rows = [[len(chunk["input_ids"]) for chunk in chunks] for chunks in by_row]
@@ -136,26 +136,26 @@ def count_sequences(order: Order, sources: list[Source], blocks: Blocks, capacit
         found = np.array([*map(sum, in_rows)])
         groups = np.searchsorted(np.cumsum(source.sizes), sample, side="right")
         expected = masses[groups] / source.sizes[groups]
-        # tokens of a row of mean size, in all and at each place
+        # tokens per row of mean size, overall and at each place
         mean = found.sum() / expected.sum()
         by_place = zip(np.array_split(found, len(places)), np.array_split(expected, len(places)), strict=True)
         of_place = np.var([part.sum() / mass.sum() for part, mass in by_place], ddof=min(1, len(places) - 1))
         of_row = np.var(found - mean * expected)
-        # groups differ as places do, less what is due to a place's few rows
+        # groups vary as places do, minus what comes from having few rows at a place
         of_group = max(0.0, of_place - of_row * len(places) / len(sample)) * size / len(source.sizes)
         tokens += mean * share
-        variance += share * (of_row + of_group) * np.maximum(0.0, 1 - share / size)  # all rows are always the same
-        variance += share**2 * of_place / len(places) * (1 - len(sample) / size)  # that of the mean itself
+        variance += share * (of_row + of_group) * np.maximum(0.0, 1 - share / size)  # none if a window has all rows
+        variance += share**2 * of_place / len(places) * (1 - len(sample) / size)  # the variance of the mean itself
     if not any(lengths):
-        raise UserError("no row of a sample of the data to train on can be used: is it the column that you mean?")
-    # what best-fit packing leaves empty; its last sequence is half full on average
+        raise UserError("no row in a sample of the training data can be used: is this the right column?")
+    # how full best-fit packing makes sequences; the last one is half full on average
     efficiency = min(1.0, sum(lengths) / ((len(best_fit(np.array(lengths), capacity)) - 0.5) * capacity))
     return np.maximum(1, np.ceil((tokens + 2 * np.sqrt(variance)) / (efficiency * capacity))).astype(np.int64)
 
 
 def packed(lengths: list[int], capacity: int, count: int) -> list[list[int]]:
-    """Return the chunks in each of `count` sequences. If those of `capacity` tokens would be more, they are longer; if
-    they are fewer, the rest are empty."""
+    """Return the chunks in each of `count` sequences. If `capacity` would make more sequences, they are longer; if it
+    makes fewer, the rest are empty."""
     size = max(capacity, math.ceil(sum(lengths) / count))
     while len(sequences := best_fit(np.array(lengths), size)) > count:
         size = math.ceil(size * WIDENING)
@@ -163,8 +163,9 @@ def packed(lengths: list[int], capacity: int, count: int) -> list[list[int]]:
 
 
 def in_thread(read: Callable[[], ChunkLists]) -> Future[ChunkLists]:
-    """Begin to read in a thread. It is no daemon: stopped in the midst of a read, Arrow crashes the interpreter. Nor is
-    it a ThreadPoolExecutor's: these are waited for before `main_thread` counts as ended, which is what stops a read."""
+    """Start reading in a thread. It is not a daemon: if stopped in the middle of a read, Arrow crashes the interpreter.
+    Nor is it from a ThreadPoolExecutor, whose threads are joined before `main_thread` counts as ended, which is what
+    stops a read."""
     future: Future[ChunkLists] = Future()
 
     def run() -> None:
