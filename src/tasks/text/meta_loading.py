@@ -6,6 +6,7 @@ process, all alike.
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,9 +77,13 @@ def bytes_in_fp32(files: list[str]) -> int:
     return sum(4 * math.prod(weight.get_shape()) for weight in _slices(files).values())
 
 
-def load(model: PreTrainedModel, files: list[str], device: torch.device) -> None:
+def fill_shards(model: PreTrainedModel, files: list[str], device: torch.device) -> None:
     """Read this process's shards of the weights into a sharded model without weights, as transformers would: with its
     renames and conversions, in the model's dtype."""
+    # in threads, transformers would read all experts before it joins the first ones: twice the share
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    if device.type == "cpu":
+        device = torch.device("cpu")  # Accelerate's is cpu:0, to which torch would copy each weight once more
     with parameters_on(device):  # transformers moves offloaded shards to the mesh's device
         _convert(_WithoutAdapters(model), _slices(files), device)
     # with fewer rows, such as experts, than processes, some processes have none: transformers reads nothing for them

@@ -56,7 +56,7 @@ from src.tasks.text.meta_loading import (
     ORIGINAL_HEAD,
     bytes_in_fp32,
     empty_pretrained,
-    load,
+    fill_shards,
     saved_weights,
     start_heads,
     weight_files,
@@ -516,7 +516,7 @@ class FineTuning(TextTask):
         adapters. Raise a UserError if a file is damaged or missing."""
         own = without_adapters(self._core(model))
         with loading("model", self.model):
-            load(own, weight_files(str(self.model), self.revision), device)
+            fill_shards(own, weight_files(str(self.model), self.revision), device)
         start_heads(own)
         own.tie_weights()
 
