@@ -25,14 +25,14 @@ GPUS = {1: "single_gpu", 8: "fsdp", 64: "fsdp"}
 HEAD = """\
 # Sizes: what fits where
 
-What [`python -m src.tools.plan`](plan.md) says of Llamas of usual sizes: a sequence of 4,096 tokens per GPU and
-forward pass, activations recomputed, AdamW, bf16 over fp32 weights, which are frozen in bf16 below adapters. This page
-is written by `python -m benchmarks.sizes`. Nothing of it was measured on a GPU: [plan.md](plan.md) says what the
-figures are worth.
+What [`python -m src.tools.plan`](plan.md) predicts for Llamas of common sizes: one sequence of 4,096 tokens per GPU and
+forward pass, activations recomputed, AdamW, bf16 compute over fp32 weights (under adapters, frozen bf16 weights).
+`python -m benchmarks.sizes` generates this page. Nothing here was measured on a GPU: [plan.md](plan.md) says how far to
+trust the figures.
 
-Memory is in GB of each GPU, the most that torch has given out at once; a GPU of 80 GB has 83.4 of these for it, one of
-24 GB 23.8. Speed is in tokens per second and GPU on H100s, 8 in a machine; that of the smallest is limited by the host,
-which was two slow cores. "none" is out of memory there.
+Memory is GB per GPU, torch's peak allocation; an 80 GB GPU has 83.4 for it, a 24 GB one 23.8. Speed is tokens per
+second per GPU on H100s, 8 per machine; the smallest model is limited by the host, which was two slow cores. "none"
+means out of memory.
 
 """
 
