@@ -59,13 +59,13 @@ def drift(values: Iterable[float], expected: Iterable[float]) -> float:
 
 def table(comparisons: Iterable[Comparison]) -> str:
     """Return a row for each, with the medians; behind the ratio its smallest and largest value."""
-    head = ("question", "ours", "theirs", "ratio", "spread", "asked")
+    head = ("question", "ours", "theirs", "ratio", "spread", "target")
     rows = [head]
     for c in comparisons:
         ours, theirs = (f"{statistics.median(values):.4g} {c.unit}" for values in (c.ours, c.theirs))
         spread = f"{min(c.ratios):.3g} to {max(c.ratios):.3g}"
-        asked = f"{'>=' if c.is_gain else '<='} {c.target:g}" + ("" if c.is_reached else "  not reached")
-        rows.append((c.question, ours, theirs, f"{c.ratio:.3g}", spread, asked))
+        target = f"{'>=' if c.is_gain else '<='} {c.target:g}" + ("" if c.is_reached else "  missed")
+        rows.append((c.question, ours, theirs, f"{c.ratio:.3g}", spread, target))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
