@@ -157,7 +157,7 @@ def task_of(kind: str, folder: Path) -> Any:
     if not kind.startswith("bert"):
         return CausalLM(**settings)
     task: Any = TextClassification(**settings)
-    task.load_data_state({"labels": ["a", "b"]})
+    task.state.data["labels"] = ["a", "b"]
     return task
 
 

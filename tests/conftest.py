@@ -31,6 +31,10 @@ src.training.run.new_model = nudged
 """Makes each weight at the start one or two units in its last place larger."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled")  # DCP's, in this process
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _warm_ranks() -> Iterator[None]:
     yield
@@ -67,6 +71,17 @@ def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return base if worker_id == "master" else base.parent
 
 
+def once(shared: Path, name: str, make: Callable[[Path], Run]) -> Run:
+    """What `make` does in a folder, done by the first of pytest's processes that asks for it."""
+    folder, output = shared / name / "run", shared / f"{name}.json"
+    with FileLock(shared / f"{name}.lock"):
+        if not output.exists():
+            done = make(folder)
+            output.write_text(json.dumps([done.stdout, done.stderr]))
+    stdout, stderr = json.loads(output.read_text())
+    return Run(0, stdout, stderr, folder)
+
+
 @pytest.fixture(scope="session")
 def whole(launch: Launch, shared: Path) -> Callable[..., Run]:
     """whole("ddp", "--max_steps=30"): the run in one piece. Whoever asks for the same one, in whichever of pytest's
@@ -75,13 +90,7 @@ def whole(launch: Launch, shared: Path) -> Callable[..., Run]:
     def run(yaml: str, *arguments: str, **more: Any) -> Run:
         given = {name: value for name, value in sorted(more.items()) if value}
         name = hashlib.sha256(repr((yaml, arguments, given)).encode()).hexdigest()[:16]
-        folder, output = shared / f"whole-{name}" / "run", shared / f"whole-{name}.json"
-        with FileLock(shared / f"whole-{name}.lock"):
-            if not output.exists():
-                done = launch(yaml, *arguments, folder=folder, **given).succeeded()
-                output.write_text(json.dumps([done.stdout, done.stderr]))
-        stdout, stderr = json.loads(output.read_text())
-        return Run(0, stdout, stderr, folder)
+        return once(shared, name, lambda folder: launch(yaml, *arguments, folder=folder, **given).succeeded())
 
     return run
 
@@ -110,14 +119,15 @@ def rounding(whole: Whole) -> Callable[..., float]:
 
 
 @pytest.fixture(scope="session")
-def recorded(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Run:  # room: wandb trackers
+def recorded(launch: Launch, shared: Path) -> Run:  # room: wandb trackers
     """A run that was killed and launched again, with all trackers. What they keep elsewhere is beside its folder."""
-    home = tmp_path_factory.mktemp("recorded")
     arguments, trackers = [*SHORT, "--checkpoint.keep_last=9"], list[str]()
     arguments += ["--wandb.mode=offline", "--wandb.checkpoints=reference"]  # room: wandb
     trackers += ["wandb"]  # room: wandb
     trackers += ["trackio", "tensorboard"]  # room: trackers
+    arguments += [f"--trackers=[{','.join(trackers)}]"]
+    (home := shared / "recorded").mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(home))
         patch.setenv("TRACKIO_DIR", str(home / "trackio"))
-        return killed_and_resumed(launch, "ddp", (*arguments, f"--trackers=[{','.join(trackers)}]"), home / "run")
+        return once(shared, "recorded", lambda folder: killed_and_resumed(launch, "ddp", (*arguments,), folder))

@@ -95,11 +95,9 @@ class Run:
 
 
 Launch = Callable[..., Run]
-"""Of the fixture `launch`."""
 Whole = Callable[..., Run]
-"""Of the fixture `whole`."""
 Rounding = Callable[..., float]
-"""Of the fixture `rounding`."""
+"""Of the fixtures of these names."""
 
 
 class Tool:
@@ -241,15 +239,10 @@ class Started:
         self._stdout, self._stderr, self._code = (Path(self._files.name, name) for name in ("out", "err", "code"))
         if real:
             with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
-                self._launcher: psutil.Process = psutil.Popen(
-                    [*within, str(BIN / "accelerate"), "launch", *words],
-                    cwd=cwd or project,
-                    env=environment,
-                    stdout=stdout,
-                    stderr=stderr,
-                    start_new_session=True,
-                    preexec_fn=hear_signals,
-                )
+                how: dict[str, Any] = {"stdout": stdout, "stderr": stderr, "cwd": cwd or project, "env": environment}
+                how |= {"start_new_session": True, "preexec_fn": hear_signals}
+                command = [*within, str(BIN / "accelerate"), "launch", *words]
+                self._launcher: psutil.Process = psutil.Popen(command, **how)
         else:
             self._stdout.touch()
             self._stderr.touch()
@@ -306,9 +299,13 @@ class Started:
         """Until so many processes train, each with a handler of its own for this signal. Returns: these."""
         found: list[psutil.Process] = []
 
+        def catches(process: psutil.Process) -> bool:
+            caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+            return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
+
         def is_ready() -> bool:
             found[:] = self.trainers
-            return len(found) == processes and all(catches(process, number) for process in found)
+            return len(found) == processes and all(map(catches, found))
 
         self.wait_until(is_ready)
         return found
@@ -353,9 +350,3 @@ def hear_signals() -> None:
     of a shell, and SIGHUP under nohup."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-
-
-def catches(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether it has a handler of its own for this signal."""
-    caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{process.pid}/status").read_text())
-    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.launching import PROJECT, Launch, Rounding, Whole, needs
-from tests.test_returned import MUST_RETURN
+from tests.test_tables import MUST_RETURN
 
 TASK = '''
 """Learn the mean of a ragged number of values: most examples count for several, some for none."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,15 @@ def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
     [slow("pictures", [BATCH_NORM], "model"), ("table", [], "checkpoints/step_00000004"), ("pictures", [], "model")],
 )
 def test_its_metrics_are_those_of_the_training(
-    launch: Launch, whole: Whole, shared: Path, tmp_path: Path, what: str, norm: list[str], part: str
-) -> None:
+    whole: Whole, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    what: str, norm: list[str], part: str,
+) -> None:  # fmt: skip
     """From what FSDP exported, and from its checkpoint."""
     run = IMAGES_AND_TABLES[what].ready(shared).run(whole, "fsdp", *norm)
     file = tmp_path / "predictions.parquet"
-    told = launch("cpu", str(run.folder / part), f"--output={file}", script="src/tools/evaluate.py").succeeded().stdout
-    found = json.loads(told)
+    capsys.readouterr()
+    import_module("src.tools.evaluate").main([str(run.folder / part), f"--output={file}"])
+    found = json.loads(capsys.readouterr().out)
     assert found == pytest.approx({name: run.summary[name] for name in found}, rel=1e-6)
     assert len(pq.read_table(file)) == found["eval/examples"]
 
@@ -120,29 +123,31 @@ def test_weights_come_from_a_file_and_their_statistics_stay(tmp_path: Path) -> N
 
 
 def test_bad_data_is_one_line(launch: Launch, tmp_path: Path) -> None:
-    """All mistakes of a csv at once."""
-    pictures, table = (IMAGES_AND_TABLES[what].arguments for what in ("pictures", "table"))
+    """All mistakes of a csv at once; a picture in a run, where it is read."""
     (tmp_path / "train/cat").mkdir(parents=True)
     (tmp_path / "train/cat/1.png").write_text("a cat")
-    absent = launch("cpu", *pictures, f"--task.data_dir={tmp_path}")
     says = f"[Errno 2] No such file or directory: '{tmp_path}/val'"
-    assert absent.messages == [
-        f"train.py: task.data_dir (`python -m examples.make_data` makes data/digits_png): {says}"
-    ]
+    pictures = f"task.data_dir (`python -m examples.make_data` makes data/digits_png): {says}"
+    assert refused(ImageClassification(data_dir=str(tmp_path))) == [pictures]
     (tmp_path / "val").symlink_to(tmp_path / "train")
-    broken = launch("ddp", *pictures, f"--task.data_dir={tmp_path}", "--global_batch_size=2", processes=2)
-    assert broken.messages[0].startswith(f"train.py: {tmp_path}/val/cat/1.png: cannot be read, ")
+    broken = launch("ddp", *PICTURES, f"--task.data_dir={tmp_path}", "--global_batch_size=2", processes=2)
+    assert broken.messages[0].startswith(f"train.py: {tmp_path}/val/cat/1.png: cannot be read: ")
+    assert broken.exit_code == 2
     file = tmp_path / "bad.csv"
     file.write_text("a,b,y\n1,x,2\n2,,3\n3,,\n")
-    mixed = launch("cpu", *table, f"--task.csv={file}")
-    assert {absent.exit_code, broken.exit_code, mixed.exit_code} == {2}
-    hint = "task.categories lists the columns of categories"
-    assert mixed.messages == [
-        f"train.py: {file}: has no column site",
-        f"train.py: {file}: has fewer than 5 rows",
-        f"train.py: {file}: b in row 1 is x, not a number; {hint}",
-        f"train.py: {file}: y in row 3 is nan, not a number; {hint}",
+    hint = "list columns of categories in task.categories"
+    assert refused(TabularRegression(csv=str(file), target="y", categories=["site"])) == [
+        f"{file}: has no column site",
+        f"{file}: has fewer than 5 rows",
+        f"{file}: b in row 1 is x, not a number; {hint}",
+        f"{file}: y in row 3 is nan, not a number; {hint}",
     ]
+
+
+def refused(task: Any) -> list[str]:
+    with pytest.raises(UserError) as error:
+        task.build_datasets()
+    return str(error.value).splitlines()
 
 
 @pytest.fixture
@@ -221,11 +226,11 @@ def test_pictures_that_have_no_white_or_are_a_bomb_are_refused_by_name(
 ) -> None:
     for mode in ("I", "F"):
         Image.new(mode, (4, 4)).save(tmp_path / f"{mode}.tiff")
-        with pytest.raises(UserError, match=rf"{mode}\.tiff: cannot be read, its mode {mode} does not say which"):
+        with pytest.raises(UserError, match=rf"{mode}\.tiff: cannot be read: its mode {mode} does not say which"):
             picture(f"{tmp_path}/{mode}.tiff")
     Image.new("L", (64, 64)).save(tmp_path / "bomb.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(UserError, match=r"bomb\.png: cannot be read, Image size \(4096 pixels\) exceeds limit"):
+    with pytest.raises(UserError, match=r"bomb\.png: cannot be read: Image size \(4096 pixels\) exceeds limit"):
         picture(f"{tmp_path}/bomb.png")
 
 

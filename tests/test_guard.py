@@ -3,6 +3,7 @@
 import ctypes
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ src.distributed.accelerator.Accelerator = lambda cpu, **_: accelerate.Accelerato
 """
 WITHOUT_YAML = ["--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 WITHOUT_YAML += ["--num_cpu_threads_per_process=1", "train.py"]
+NO_MODEL = "from src.tasks.mnist import Mnist; Mnist.build_model = None"
 BLOCKS = "from src.tasks.mnist import MnistCnn; MnistCnn._no_split_modules = []"
 
 
@@ -51,6 +53,8 @@ def refused(run: Run, code: int = 2) -> str:
         ("fsdp", ["--ddp_comm_hook=bf16"], {}, "ddp_comm_hook=bf16 is for DDP, not FSDP: remove it"),
         ("ddp", ["--cuda_graphs=true"], {}, "cuda_graphs=true needs one NVIDIA GPU, *"),
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
+        ("cpu", ["--epochs=2", "--optim.schedule=wsd", "--optim.warmup_steps=40", "--optim.decay_steps=30"],
+         {"before": NO_MODEL}, "optim.warmup_steps=40 and optim.decay_steps=30: together 152.2% of the schedule"),
         ("cpu", [], {"processes": 2}, "2 processes were requested, but */accelerate_configs/cpu.yaml starts 1: use "
          "a yaml for several*"),
         ("", [], {"words": WITHOUT_YAML}, "2 processes were requested, but accelerate launch starts 1: use a yaml*"),
@@ -165,18 +169,17 @@ accelerator.end_training()
     assert launch("ddp", script=str(tmp_path / "script.py")).succeeded().stdout == "01"
 
 
-class Driver:
+def driver(version: int) -> Any:
     """What a machine has in place of libcuda.so.1."""
 
-    def __init__(self, version: int) -> None:
-        self._version = version
-
-    def cuDriverGetVersion(self, known: Any) -> int:  # noqa: N802
-        known._obj.value = self._version
+    def report(known: Any) -> int:
+        known._obj.value = version
         return 0
 
+    return lambda _: SimpleNamespace(cuDriverGetVersion=report)
 
-def no_driver(_: str) -> Driver:
+
+def no_driver(_: str) -> None:
     raise OSError("libcuda.so.1: cannot open shared object file")
 
 
@@ -184,13 +187,13 @@ def no_driver(_: str) -> Driver:
     ("load", "cuda", "says"),
     [
         (no_driver, "13.0", None),
-        (lambda _: Driver(13000), "13.2", None),  # minor versions mix
-        (lambda _: Driver(13020), "12.8", None),
-        (lambda _: Driver(12080), "13.0", "supports CUDA 12.8, but this torch * needs 13.0: update the driver, or *"),
-        (lambda _: Driver(12080), None, "supports CUDA 12.8, but this torch * is built without CUDA: install one *"),
+        (driver(13000), "13.2", None),  # minor versions mix
+        (driver(13020), "12.8", None),
+        (driver(12080), "13.0", "supports CUDA 12.8, but this torch * needs 13.0: update the driver, or *"),
+        (driver(12080), None, "supports CUDA 12.8, but this torch * is built without CUDA: install one *"),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(
+def test_a_gpu_that_torch_cannot_use_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, load: Any, cuda: str | None, says: str | None
 ) -> None:
     """Tried without it: a night on the CPU."""

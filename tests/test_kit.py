@@ -51,13 +51,15 @@ def test_files_and_tests_that_the_guides_name_exist() -> None:  # room: template
 
 
 def test_each_promise_names_tests_that_exist() -> None:  # room: template
-    """Of the files that its row links to. Tried with a test renamed, and with one in another file."""
+    """In the files that its row links to, and the rows of their tables. Tried with a test renamed, with one in another
+    file, and with a row renamed."""
     every = [str(path) for path in PROJECT.glob("tests/**/test_*.py")]
     for cell in find(r"\|([^|]*)\|$", "docs/promises.md"):
         files = re.findall(r"\]\(\.\./(tests/[^)]+\.py)\)", cell) or every
         tests = "\n".join(map(read, files))
-        for name in re.findall(r"`([a-z0-9_]{8,})`", cell):
+        for name, row in re.findall(r"`([a-z0-9_]{8,})(?:\[(.+?)\])?`", cell):
             assert re.search(rf"def test_\w*{name}", tests), (name, cell)
+            assert f'"{row}"' in tests or not row, (row, cell)
 
 
 def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from src.tasks.base import Counts
-from src.training.batches import (
-    CountedSteps,
-    MicroBatch,
-    ShardedBatchSampler,
-    in_background,
-    training_steps,
-)
+from src.training.batches import CountedSteps, MicroBatch, ShardedBatchSampler, in_background, training_steps
 from src.training.evaluation import gather_in_order
 
 EXAMPLES = 103

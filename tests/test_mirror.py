@@ -63,11 +63,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "s3://bucket/runs"
 
 
-def test_a_run_goes_on_from_another_disk_and_exports_the_best_which_only_the_mirror_has(
-    launch: Launch, whole: Whole, tmp_path: Path, s3: str
-) -> None:
-    """To be told from the last, the best is that of the highest loss. Tried without the mirror's among the candidates
-    for the best: the last is exported."""
+def test_a_run_goes_on_from_another_disk(launch: Launch, whole: Whole, tmp_path: Path, s3: str) -> None:
+    """And exports the best, that of the highest loss here, which only the mirror has. Tried without the mirror's among
+    the candidates for the best: the last is exported."""
     best = (*TINY, "--checkpoint.keep_last=1", "--checkpoint.export_best=true", "--checkpoint.mode=max")
     mirror = f"--checkpoint.mirror={s3}"
     assert launch("cpu", *best, mirror, folder=tmp_path / "first" / "run", **STOP).exit_code != 0
@@ -98,23 +96,12 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
 def on_machines(
     launch: Launch, folder: Path, *arguments: str, machines: int = 2, turned: int = 0, before: str = "", **more: Any
 ) -> tuple[Run, list[str]]:
-    """A run on machines without a shared disk, of one process each, whose ranks are turned by so many.
-
-    Returns: it, and what each of them fetched.
-    """
-    run = launch(
-        "ddp",
-        *TINY,
-        "--task.dropout=0",
-        *arguments,
-        f"--checkpoint.mirror={folder}/mirror",
-        "--output_dir=run",
-        folder=folder / f"machine{turned}" / "run",
-        before=MACHINE.format(folder=folder, turned=turned, machines=machines) + before,
-        launcher_arguments=(f"--num_machines={machines}", "--machine_rank=0", "--main_process_ip=127.0.0.1"),
-        processes=machines,
-        **more,
-    )
+    """A run on machines without a shared disk, of one process each, whose ranks are turned by so many, and what each of
+    them fetched."""
+    words = (*TINY, "--task.dropout=0", *arguments, f"--checkpoint.mirror={folder}/mirror", "--output_dir=run")
+    before = MACHINE.format(folder=folder, turned=turned, machines=machines) + before
+    more["launcher_arguments"] = (f"--num_machines={machines}", "--machine_rank=0", "--main_process_ip=127.0.0.1")
+    run = launch("ddp", *words, folder=folder / f"machine{turned}/run", before=before, processes=machines, **more)
     return run, [log.read_text() for log in folder.glob("machine*/fetched")]
 
 
@@ -139,11 +126,9 @@ def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Who
     assert copy.exists(), "a user's own copy is no checkpoint"
 
 
-def test_a_mirror_that_hangs_does_not_hold_up_the_loop_and_then_gets_the_newest(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
-    """And the first, whose copy began at once: it is kept here meanwhile. Tried with a copy that waits for the one
-    before: the run hangs at step 6; with deleting what is being copied: its files are missing."""
+def test_a_mirror_that_hangs_does_not_hold_up_the_loop(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """It gets the newest then, and the first, whose copy began at once and which is kept here meanwhile. Tried with a
+    copy that waits for the one before: the run hangs; with deleting what is being copied: its files are missing."""
     folder, mirror = tmp_path / "run", tmp_path / "mirror"
     arguments = (*TINY, "--save_every=2", "--checkpoint.keep_last=1", f"--checkpoint.mirror={mirror}")
     last = folder / "checkpoints" / "step_00000014" / "manifest.json"
@@ -183,27 +168,17 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
 
 def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than half of timeout_minutes, which pass five times here. Tried with a limit for all of it: a RunError."""
-
-    class Copying(Mock):
-        passed = 0
-
-        def ready(self) -> bool:
-            return self.passed == 5
-
-        def wait(self, _: float) -> None:
-            self.passed += 1
-            callback.relative_update(1)
-
     mirror = Mirror(Accelerator(cpu=True), run_settings([f"--checkpoint.mirror={tmp_path}/mirror"]))
-    put_file = Mock()
+    put_file, copying = Mock(), Mock()
     monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
     mirror._put(tmp_path, ["file"])
     callback = put_file.call_args.kwargs["callback"]
-    copying = Copying()
+    copying.ready = lambda: copying.wait.call_count == 5
+    copying.wait.side_effect = lambda _: callback.relative_update(1)
     monkeypatch.setattr("src.checkpoint.mirror.copier", Mock(return_value=Mock(apply_async=lambda *_: copying)))
     mirror.close()
     mirror.await_copy(mirror._put, tmp_path, ["file"])
-    assert copying.passed == 5
+    assert copying.wait.call_count == 5
 
 
 SLOW = """
@@ -228,12 +203,11 @@ def test_a_machine_may_take_longer_than_the_timeout_to_copy(launch: Launch, tmp_
     assert mirrored(tmp_path / "mirror") == [12, 14]
 
 
-def test_killed_at_any_moment_of_a_copy_the_newest_whole_one_is_found(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
-    """And nothing of the others is left once a copy is complete. What is damaged here is taken from the mirror; what is
-    damaged there is passed over. A copy that fails later is a warning. Tried with the manifest first: it counts."""
-    state = whole("ddp", *ALL).folder / "checkpoints" / "step_00000012" / "state.json"
+def test_killed_at_any_moment_of_a_copy(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """The newest whole one is found, and nothing of the others is left once a copy is complete. What is damaged here is
+    taken from the mirror; what is damaged there is passed over. A copy that fails later is a warning. Tried with the
+    manifest first: it counts."""
+    state = whole("cpu", *ALL).folder / "checkpoints" / "step_00000012" / "state.json"
     run = launch("cpu", str(tmp_path), str(state), script="tests/mirror_kills.py").succeeded()
     (line,) = lines(run, "killed ")
     _, kills, _, _, *steps = line.split()

@@ -4,16 +4,20 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from transformers import get_wsd_schedule
 
 from src.config.groups import Optim
 from src.tasks.mnist import MnistCnn
 from src.training.gradients import _step_or_undo, grad_square_sum, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
+
+NAMES = ("adamw", "sgd", "adadelta", "muon")
 
 
 def ours(steps: int, steps_per_epoch: int = 10, **settings: object) -> list[float]:
@@ -37,7 +41,23 @@ def test_schedules_are_the_textbooks() -> None:
     assert rates[-1] < 1e-5
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adadelta", "muon"])
+@pytest.mark.parametrize(("warmup", "decay"), [(0, 0.2), (7, 13), (0.3, 0.7), (0.1, 0), (0, 50)])
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_wsd_is_transformers_at_every_step(warmup: float, decay: float, final: float) -> None:  # room: text
+    """But for the warm-up, which doesn't waste the first step on a rate of 0: theirs is a step behind, and starts from
+    the final rate. Tried with a linear decay, and with one that ends a step early."""
+    wsd: dict[str, Any] = {"schedule": "wsd", "warmup_steps": warmup, "decay_steps": decay, "final_lr_ratio": final}
+    rises, falls = (round(50 * steps) if steps < 1 else int(steps) for steps in (warmup, decay))
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
+    theirs, from_0 = (
+        get_wsd_schedule(optimizer, rises, falls, num_training_steps=50, min_lr_ratio=ratio).lr_lambdas[0]
+        for ratio in (final, 0.0)
+    )
+    expected = [0.5 * (theirs(step) if step >= rises else from_0(step + 1)) for step in range(50)]
+    assert ours(50, **wsd) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -57,8 +77,8 @@ def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
 
 
 def test_muon_takes_the_hidden_matrices_only() -> None:
-    """All of them with adapters, or none. Tried without: "optimizer got an empty parameter list". A single row is no
-    matrix to it: FSDP leaves some processes nothing of one, and Muon fails there."""
+    """All of them with adapters, or none (tried without: "empty parameter list"). A single row is no matrix to it: FSDP
+    leaves some processes nothing of one, and Muon fails there."""
     muon, rest = build_optimizers(Optim(name="muon"), MnistCnn())
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(128, 9216)]
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
@@ -82,7 +102,6 @@ def test_clipping_is_torchs() -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
-NAMES = ("adamw", "sgd", "adadelta", "muon")
 BAD = [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0)]
 
 
@@ -97,18 +116,13 @@ def recorded_step(optimizers: list[Optimizer], value: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bad", "step"),
-    [
-        *itertools.product(NAMES, BAD, [step_if_finite]),
-        ("adadelta", BAD[1], recorded_step),
-    ],
+    ("name", "bad", "step"), [*itertools.product(NAMES, BAD, [step_if_finite]), ("adadelta", BAD[1], recorded_step)]
 )
 def test_a_step_whose_gradients_are_not_finite_leaves_no_trace(
     name: str, bad: tuple[float, ...], step: Callable[..., object]
 ) -> None:
-    """Tried without found_inf, without the question, and without dropping the gradients: the weights become NaN; so
-    they do in the step after the one that was undone, if its state was not. Tried without waiting for fused SGD's first
-    step: it reads momentum that nobody has written."""
+    """Tried without found_inf, the question, dropping the gradients, undoing the state: the weights become NaN; without
+    waiting for fused SGD's first step: it reads momentum that nobody has written."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     twin = copy.deepcopy(model)
     torch.use_deterministic_algorithms(True)  # which fills new memory with NaN

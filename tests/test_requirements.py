@@ -25,12 +25,9 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-def test_nothing_is_lacking_here() -> None:
-    assert lacking() == []
-
-
 def test_an_environment_that_is_half_there_is_one_line_before_anything_is_imported() -> None:
     """An interpreter without any library. Tried without the look: a traceback."""
+    assert lacking() == []
     ended = subprocess.run([sys.executable, "-S", "train.py"], cwd=PROJECT, capture_output=True, text=True)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
@@ -38,25 +35,23 @@ def test_an_environment_that_is_half_there_is_one_line_before_anything_is_import
     assert line.endswith(f"{sys.executable} -m pip install -e '{PROJECT}'")
 
 
-def test_all_that_is_missing_is_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, evaluate=None, tqdm=None)
-    (line,) = lacking()
-    assert line.startswith("not installed: evaluate, tqdm: ")
-
-
-@pytest.mark.parametrize("version", ["2.10.0+cu128", "2.11.0a0"])
-def test_a_torch_that_is_too_old_is_named_with_the_one_that_is_needed(
-    monkeypatch: pytest.MonkeyPatch, version: str
+@pytest.mark.parametrize(
+    ("versions", "says"),
+    [
+        ({"evaluate": None, "tqdm": None}, "not installed: evaluate, tqdm: "),
+        ({"torch": "2.10.0+cu128"}, "torch 2.10.0+cu128 is installed, and torch>=2.11 is needed: "),
+        ({"torch": "2.11.0a0"}, "torch 2.11.0a0 is installed, and torch>=2.11 is needed: "),
+        # NVIDIA's images have pre-releases; tried without `prereleases`: refused
+        ({"torch": "2.12.0a0+0123456.nv26.06"}, None),
+    ],
+)
+def test_what_is_missing_or_too_old_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None], says: str | None
 ) -> None:
-    install(monkeypatch, torch=version)
-    (line,) = lacking()
-    assert line.startswith(f"torch {version} is installed, and torch>=2.11 is needed: ")
-
-
-def test_a_build_of_a_torch_that_is_new_enough_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of NVIDIA's images are pre-releases. Tried without `prereleases`: refused."""
-    install(monkeypatch, torch="2.12.0a0+0123456.nv26.06")
-    assert lacking() == []
+    install(monkeypatch, **versions)
+    found = lacking()
+    assert len(found) == bool(says)
+    assert not says or found[0].startswith(says)
 
 
 @needs("src/tasks/text")

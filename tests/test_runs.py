@@ -44,11 +44,11 @@ optim.set_lr = look_and_set
 """Before a run: in each step it says how many objects a full collection looks through, and whether garbage is kept."""
 
 
-@pytest.fixture(scope="module")
-def digits(launch: Launch) -> Run:
+@pytest.fixture
+def digits(whole: Whole) -> Run:
     """A short version of `make train`."""
     arguments = ("--config=configs/digits.yaml", "--epochs=5", "--eval_every=69", "--log_every=23")
-    return launch("cpu", *arguments, wandb="auto").succeeded()
+    return whole("cpu", *arguments, wandb="auto")
 
 
 def test_the_digits_are_learnt_and_exactly_these_files_say_so(digits: Run) -> None:
@@ -59,10 +59,7 @@ def test_the_digits_are_learnt_and_exactly_these_files_say_so(digits: Run) -> No
         *(["wandb"] if WANDB else []),
         *(["report.html"] if (PROJECT / "src/tracking/report.py").exists() else []),
     }  # fmt: skip
-    assert {path.name for path in (digits.folder / "model").iterdir()} == {
-        "model.safetensors",
-        "README.md",
-    }
+    assert {path.name for path in (digits.folder / "model").iterdir()} == {"model.safetensors", "README.md"}
     summary = digits.summary
     told = {"step": 115, "epoch": 5, "parameters": 1_199_882, "strategy": "single", "num_processes": 1, "device": "cpu"}
     told |= {"eval/examples": 359, "train/loss": digits.losses[-1]}
@@ -140,9 +137,8 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(
 
 
 def test_muon_takes_the_same_steps_offloaded(launch: Launch, whole: Whole, rounding: Rounding) -> None:
-    """torch's Muon computes in bf16: what rounding makes of the order of a sum is 1e-5 after 5 steps, 1e-4 after 10.
-    Tried with a rate that is 3% lower: 2.5e-4, and
-    9e-5 may be."""
+    """torch's Muon computes in bf16: what rounding makes of the order of a sum is 1e-5 after 5 steps. Tried with a rate
+    that is 3% lower: 2.5e-4, and 9e-5 may be."""
     arguments = ("--optim.name=muon", "--optim.lr=3e-4", "--optim.schedule=constant", "--optim.warmup_steps=0",
                  "--task.dropout=0", "--max_steps=5", "--log_every=1")  # fmt: skip
     alone = whole("cpu", *arguments)

@@ -20,7 +20,6 @@ from src.tasks.mnist import MnistCnn
 from tests.faults.runs import ALL, TINY, relist
 from tests.launching import PROJECT, WANDB, Launch, Whole
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 FILES = ["shard-00001-model-00001-of-00001.safetensors", "rng_00001.json", "state.json", "manifest.json"]
 
 

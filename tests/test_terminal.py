@@ -120,8 +120,7 @@ say("goes on")
 
 def test_a_process_that_is_killed_while_it_speaks_silences_no_other(tmp_path: Path) -> None:
     """As a worker that loads data. Tried with tqdm's own lock, which they would share: it waits for ever."""
-    done = run_command([sys.executable, "-c", KILLED], tmp_path)
-    assert done.stdout == "begins\ngoes on\n"
+    assert run_command([sys.executable, "-c", KILLED], tmp_path).stdout == "begins\ngoes on\n"
 
 
 @needs_text
@@ -130,10 +129,9 @@ def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tm
     text = f"To be, or not to be: {os.urandom(8).hex()}.\n"  # what was read once comes from the cache
     (tmp_path / "text.txt").write_text(text * 200)
     model = "{model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}"
-    task = ("--task.name=causal_lm", f"--task.dataset={tmp_path}/text.txt", f"--task.architecture={model}")
-    size = ("--task.sequence_length=32", "--max_steps=2", "--global_batch_size=4")
-    output, shown = in_terminal(80, "cpu", *task, *size)
-    assert "reading the data to train on" in output
+    task = (f"--task.dataset={tmp_path}/text.txt", f"--task.architecture={model}", "--task.sequence_length=32")
+    output, shown = in_terminal(80, "cpu", "--task.name=causal_lm", *task, "--max_steps=2", "--global_batch_size=4")
+    assert "reading the training data" in output
     assert "tokenizing training data" in output
     assert shown[0] == "causal_lm"
     assert ("  talk       python -m src.tools.generate runs/x" in shown) == (PROJECT / "src/tools/generate.py").exists()

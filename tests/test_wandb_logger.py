@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.runs import EACH_STEP, assert_same_run, checkpoints, without_times
+from tests.faults.runs import ALL, assert_same_run, checkpoints, without_times
 from tests.launching import BIN, Launch, Run, Whole, run_command, slow
 from tests.test_guarded import numbers
 
@@ -29,11 +29,11 @@ def stop(self, record, tables):
         service.{signal}()
 wandb.WandbPart.log = stop
 """
-    run = launch("cpu", *EACH_STEP, wandb="offline", before=before).succeeded()
+    run = launch("cpu", *ALL, wandb="offline", before=before).succeeded()
     (line,) = [line for line in run.stdout.splitlines() if "W&B failed" in line or "Traceback" in line]
     assert re.fullmatch(rf"WARNING: W&B failed \(({why})\); training continues, logged in metrics.jsonl", line)
     assert re.fullmatch(why, run.summary["tracker_failures"]["W&B"])
-    assert_same_run(run, whole("cpu", *EACH_STEP))
+    assert_same_run(run, whole("cpu", *ALL))
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,8 @@ import psutil
 
 import src
 from src.distributed.process import STOP_SIGNALS
+from src.parts import run_settings
+from src.tracking import figures  # room: report
 
 PROJECT = Path(__file__).parent.parent
 LIBRARIES = (
@@ -73,6 +75,9 @@ def warm() -> None:
     for name in [*installed, *own]:
         if not name.endswith(("__main__", "tracking.wandb")):
             importlib.import_module(name)
+    run_settings([])  # pydantic looks up the source of all settings
+    # Curves take as long to draw as a short run: test_report.py draws them.  # room: report
+    figures.draw_curves = lambda *_, **__: ""  # room: report
     del sys.modules["src.distributed.early"]  # each rank imports it by itself: it catches signals
     gc.collect()
     gc.freeze()  # or each rank copies what the collector touches

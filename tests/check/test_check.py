@@ -1,13 +1,14 @@
 """--check says that all is well where it is: tasks and strategies; and it leaves no trace but its verdict."""
 
 import json
+import shutil
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import SHORT
-from tests.launching import MNIST, PROJECT, Launch, Run, slow
+from tests.faults.runs import ALL, TINY
+from tests.launching import MNIST, PROJECT, Launch, Run, Whole, slow
 
 CHECKS = ["Launch", "Data", "Same start", "Steps", "Cost", "Evaluation", "Checkpoint"]
 SMALL = "--global_batch_size=16"
@@ -56,19 +57,19 @@ def test_half_precision_is_compared_in_fp32(launch: Launch) -> None:
     assert "--check compares in fp32; the run itself uses bf16\n" in run.stdout
 
 
-def test_a_finished_run_is_examined_and_goes_on_afterwards(launch: Launch) -> None:
+def test_a_finished_run_is_examined_and_goes_on_afterwards(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Tried with `find` in train.py also under --check: it says that the run is finished, and examines nothing."""
-    run = launch("cpu", SMALL, *SHORT, "--max_steps=10").succeeded()
+    folder = Path(shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run"))
 
     def times() -> dict[Path, int]:
-        found = [path for path in run.folder.rglob("*") if path.is_file() and path.name not in ("check.json", REPORT)]
+        found = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("check.json", REPORT)]
         return {path: path.stat().st_mtime_ns for path in found}
 
     before = times()
-    examined = launch("cpu", SMALL, *SHORT, "--max_steps=10", "--check", folder=run.folder).succeeded()
+    examined = launch("cpu", *TINY, "--check", folder=folder).succeeded()
     assert "all checks passed" in examined.stdout
     assert times() == before
-    assert len(launch("cpu", SMALL, *SHORT, "--max_steps=12", folder=run.folder).succeeded().losses) == 12
+    assert len(launch("cpu", *TINY, "--max_steps=16", folder=folder).succeeded().losses) == 16
 
 
 def data_of(config: str) -> list[str]:

@@ -21,16 +21,13 @@ from tests.launching import Launch, Run, Started
 
 SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
 """An epoch has 23 steps: checkpoints at 8, 16, 24 and 30, evaluations at 23 and 30. With dropout."""
-EACH_STEP = (*SHORT, "--save_every=1", "--checkpoint.keep_last=9")
-"""The same run, with the checkpoints of its last nine steps."""
 TINY = ("--max_steps=14", "--log_every=1", "--save_every=4", "--eval_every=8", "--global_batch_size=16")
 """As short as can be: checkpoints at 4, 8, 12 and 14, evaluations at 8 and 14. With dropout."""
 ALL = (*TINY, "--checkpoint.keep_last=9")
 """The same run, with all of its checkpoints."""
 
-WORKER: tuple[str, ...] = ()
-WORKER += ("--num_workers=1",)
-"""A process that loads data, where there can be one."""
+WORKER = ("--num_workers=1",)
+"""A process that loads data."""
 
 
 ORIGIN = Origin(

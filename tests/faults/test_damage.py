@@ -1,16 +1,30 @@
-"""Checkpoints that were damaged after they were saved: found out, passed over with the reason, never loaded."""
+"""A run is resumed from a checkpoint that is whole, of this format and of the same run; what is not is never loaded."""
 
+import contextlib
+import dataclasses
+import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from src.checkpoint import files
+from src.checkpoint.compatibility import note_changes, require_same_data
 from src.checkpoint.integrity import problems
-from src.checkpoint.tensors import load_tensors
+from src.checkpoint.store import best_first
+from src.checkpoint.tensors import load_tensors, rank_state_dict, run_tensors
+from src.config.config import config_from
+from src.config.errors import UserError
+from src.config.groups import Checkpoint
+from src.tasks import TASKS
 from src.tasks.mnist import MnistCnn
-from tests.faults.runs import ALL, TINY, assert_same_run, checkpoints, cut_back, refusal
+from src.training.state import FORMAT_VERSION, Origin
+from tests.faults.runs import ALL, ORIGIN, TINY, assert_same_run, checkpoints, contents, cut_back, refusal, relist
 from tests.launching import Launch, Whole
 
 SHARD, OTHER = (f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2))
@@ -63,22 +77,6 @@ def test_each_damage_is_found(run: Path, damage: Callable[[Path], object], says:
     assert set(shares) == set(problems(checkpoint))
 
 
-def test_checkpoints_whose_names_were_swapped_are_not_taken_for_each_other(run: Path) -> None:
-    """Tried without comparing the name with the state: the run goes on from step 8, as if it were 12."""
-    older, newer = (run / "checkpoints" / f"step_{step:08d}" for step in (8, 12))
-    older.rename(run / "older")
-    newer.rename(older)
-    (run / "older").rename(newer)
-    own_name = "rename the folder back"
-    assert refusal(run)[:2] == [
-        f"{newer}: state.json is of step 8: {own_name}",
-        f"{older}: state.json is of step 12: {own_name}",
-    ]
-    assert checkpoints(run) == [8, 12]
-    copy = older.rename(run / "the last one")  # any other name will do
-    assert list(problems(copy)) == []
-
-
 def test_the_newest_whole_one_is_taken_and_the_reason_said(launch: Launch, run: Path, whole: Whole) -> None:
     """Tried without setting aside: the next save at that step fails."""
     rewrite(SHARD, flip_a_bit)(run / "checkpoints" / "step_00000012")
@@ -90,14 +88,62 @@ def test_the_newest_whole_one_is_taken_and_the_reason_said(launch: Launch, run: 
     assert len(list(run.glob("checkpoints/damaged_1_step_00000012"))) == 1
 
 
-def test_with_none_whole_nothing_is_started_over(run: Path) -> None:
-    """Tried without raising: it trains from the start, over the record."""
-    for checkpoint in (run / "checkpoints").iterdir():
-        rewrite(SHARD, half)(checkpoint)
-    lines = refusal(run)
-    assert len(lines) == 3
-    assert "no valid checkpoint to resume from" in lines[-1]
-    assert checkpoints(run) == [8, 12]
+def swap_names(run: Path) -> None:
+    older, newer = (run / "checkpoints" / f"step_{step:08d}" for step in (8, 12))
+    older.rename(run / "older")
+    newer.rename(older)
+    (run / "older").rename(newer)
+
+
+def state_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change the newest checkpoint's state, as if it had been saved so."""
+
+    def damage(run: Path) -> None:
+        checkpoint = run / "checkpoints" / "step_00000012"
+        state = json.loads((checkpoint / "state.json").read_text())
+        change(state)
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        relist(checkpoint, "state.json")
+
+    return damage
+
+
+CHANGED: tuple[str, ...] = ("--optim.lr=0.001", "--global_batch_size=8", "--micro_batch_size=4", "--epochs=11")
+CHANGED += ("--wandb.tags=[x]",)  # room: wandb
+USE = f", and this code reads version {FORMAT_VERSION}: use the code that saved it, or begin a new run"
+REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...], list[str]]] = {
+    # tried without comparing the name with the state: it goes on from step 8, as if it were 12
+    "names that were swapped": (swap_names, (), [
+        "{run}/checkpoints/step_00000012: state.json is of step 8: rename the folder back",
+        "{run}/checkpoints/step_00000008: state.json is of step 12: rename the folder back"]),
+    # tried without raising: it trains from the start, over the record
+    "none that is whole": (lambda run: [rewrite(SHARD, half)(one) for one in run.glob("checkpoints/*")], (), [
+        "no valid checkpoint to resume from"]),
+    # tried without: a part of the record is gone
+    "a record that was cut": (lambda run: rewrite("metrics.jsonl", lambda data: data[:100])(run), (), [
+        "{run}/metrics.jsonl has 100 bytes, but had "]),
+    # tried without: a TypeError; taken for damaged: it is renamed, and the run goes on from step 8
+    "another format": (state_with(lambda state: state.update(format_version=FORMAT_VERSION + 1)), (), [
+        f"{{run}}/checkpoints/step_00000012 has format version {FORMAT_VERSION + 1}{USE}"]),
+    "other fields": (state_with(lambda state: state["progress"].update(mood=1)), (), [
+        f"step_00000012 has format version {FORMAT_VERSION} with other fields (progress.mood){USE}"]),
+    # epochs need not be set back; tried without: it trains on
+    "changed settings": (str, CHANGED, [": global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001; set them back"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_resumed_is_refused_and_left_as_it_is(run: Path, what: str) -> None:
+    change, arguments, says = REFUSED[what]
+    change(run)
+    before = contents(run)
+    told = "\n".join(refusal(run, *arguments))
+    assert [line for line in says if line.format(run=run) not in told] == [], told
+    assert contents(run) == before
+
+
+def test_a_checkpoint_may_have_any_other_name(run: Path) -> None:
+    assert list(problems((run / "checkpoints/step_00000012").rename(run / "the last one"))) == []
 
 
 def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
@@ -119,3 +165,59 @@ def test_one_that_may_not_be_read_is_not_set_aside(run: Path, monkeypatch: pytes
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ValueError, match="cannot be read, Permission denied: ask for permission to read it"):
         list(problems(checkpoint))
+
+
+def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
+    """Where the steps asked for are more than those of the epochs, they are what the schedule spans."""
+    origin = files.read_state(whole("cpu", *ALL).folder / "checkpoints" / "step_00000012").origin
+    for then, now, is_refused in (
+        ({"max_steps": 1000}, {"max_steps": 950}, True),  # an epoch has 90 steps, so 10 of them 900
+        ({"max_steps": 200}, {"max_steps": 100}, False),
+        ({"max_steps": None}, {"max_steps": 901}, False),
+        ({"max_steps": 901}, {"max_steps": None}, True),
+        ({"epochs": 10, "max_steps": 100}, {"epochs": 9, "max_steps": 100}, True),
+        ({"epochs": 9, "max_steps": 1000}, {"epochs": 10, "max_steps": 1000}, False),
+    ):
+        before = config_from(origin.settings | then, TASKS)
+        steps = before.schedule_steps(origin.examples)
+        saved = dataclasses.replace(origin, settings=origin.settings | then, schedule_steps=steps)
+        refusal = pytest.raises(UserError, match="the learning-rate schedule then spans [89][0-9]+ steps, not ")
+        with refusal if is_refused else contextlib.nullcontext():
+            note_changes(config_from(origin.settings | now, TASKS), Path("step_00000012"), saved)
+
+
+def test_changed_settings_are_taken_where_that_is_asked_for(launch: Launch, whole: Whole) -> None:
+    origin = whole("cpu", *ALL).folder / "checkpoints/step_00000012"
+    branch = (*TINY, *CHANGED, f"--resume={origin}", "--checkpoint.accept_changes=true")
+    asked = launch("cpu", *branch).succeeded()
+    assert "changed since: epochs 10 -> 11, global_batch_size 16 -> 8, optim.lr 0.003 -> 0.001" in asked.stdout
+    assert [record["step"] for record in asked.records if "train/loss" in record] == [13, 14]
+
+
+def test_a_value_that_is_no_number_is_the_same_after_a_checkpoint(tmp_path: Path) -> None:
+    """Such as the mean of an empty column, in what a task keeps of its data. Tried without: NaN differs from NaN."""
+    now = dataclasses.replace(ORIGIN, data_state={"mean": {"a": math.nan, "b": 1.0}})
+    then = Origin(**json.loads(json.dumps(dataclasses.asdict(now))))
+    require_same_data(tmp_path, then, now)
+    changed = dataclasses.replace(now, data_state={"mean": {"a": math.nan, "b": 2.0}})
+    with pytest.raises(UserError, match="mean"):
+        require_same_data(tmp_path, then, changed)
+
+
+def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
+    """Of equal ones the newest, NaN last, and none that wasn't evaluated."""
+    newest_first = [Path(f"step_{step:08d}") for step in (60, 50, 40, 30, 20, 10)]
+    evaluations = {10: {"eval/loss": 1.0}, 20: {"eval/loss": float("nan")}, 30: {"eval/loss": 0.5}, 40: {"eval/x": 1.0}}
+    evaluations |= {50: {"eval/loss": 0.5}, 70: {"eval/loss": 0.1}}
+    for mode, steps in ((None, [50, 30, 10, 20]), ("max", [10, 50, 30, 20])):
+        best = best_first(newest_first, Checkpoint(mode=mode), evaluations)
+        assert [int(path.name.removeprefix("step_")) for path in best] == steps
+
+
+def test_each_tensor_is_saved_by_one_process_and_buffers_by_the_first() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    tensors = run_tensors(model, [])
+    shares = [set(rank_state_dict(tensors, rank, 3)) for rank in range(3)]
+    assert set.union(*shares) == set(tensors)
+    assert sum(map(len, shares)) == len(tensors)
+    assert {f"model.{name}" for name, _ in model.named_buffers()} <= shares[0]

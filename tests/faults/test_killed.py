@@ -4,6 +4,7 @@ import contextlib
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,28 +63,56 @@ def unfinished(folder: Path) -> set[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("yaml", "rank", "real"),
-    [("cpu", "0", False), ("ddp", "1", False), slow("ddp", "1", True), slow("fsdp", "1", False)],
-)
-def test_one_killed_process_ends_the_run(
-    launch: Launch, whole: Whole, tmp_path: Path, yaml: str, rank: str, real: bool
+@dataclass(frozen=True)
+class Fault:
+    """What ends a run in this step, under this strategy, and which checkpoint it leaves as the newest."""
+
+    yaml: str
+    kind: str
+    step: int
+    leaves: int | None
+    again: str = ""
+    """The strategy that it is resumed under, if another."""
+    rank: int = 0
+    real: bool = False
+
+
+FAULTS = {
+    "the only process is killed": Fault("cpu", "die", 7, 4),
+    "one of two processes is killed": Fault("ddp", "die", 7, 4, rank=1),
+    "a crash between writing and publishing": Fault("cpu", "die before publication", 8, 4),
+    "a crash in the first save": Fault("ddp", "die before publication", 4, None, again="cpu"),
+}
+SLOW_FAULTS = {
+    "one of two processes of the real launcher is killed": Fault("ddp", "die", 7, 4, rank=1, real=True),
+    "one of two sharded processes is killed": Fault("fsdp", "die", 7, 4, rank=1),
+}
+
+
+@pytest.mark.parametrize("name", [*FAULTS, *map(slow, SLOW_FAULTS)])
+def test_whatever_kills_a_run_it_ends_at_once_and_resumes_to_the_last_bit(
+    launch: Launch, whole: Whole, tmp_path: Path, name: str
 ) -> None:
-    """And it goes on to the last bit, with processes that load data. Tried without: PR_SET_PDEATHSIG (the loaders hold
-    it for 5 seconds more), restoring the random numbers (dropout), the optimizer, cutting the order of the epoch and
-    the record off where the checkpoint was made."""
-    fault: dict[str, Any] = {"FAULT": "die", "FAULT_RANK": rank, "FAULT_STEP": "7"}
-    with Started(yaml, *TINY, *WORKER, folder=tmp_path / "run", real=real, **fault) as started:
-        started.wait_for("step      6/")
-        asked = time.monotonic()
-        killed = started.ended(seconds=15)
-        assert time.monotonic() - asked < 10
+    """With dropout and processes that load data. Tried without: PR_SET_PDEATHSIG (the loaders hold it for 5 seconds
+    more); restoring the random numbers and the optimizer, cutting the epoch's order and the record off; with writing
+    under the final name (taken for a checkpoint); without `unpublished` (passed over as damaged); without `sweep`, and
+    with it only where a checkpoint was found: a folder stays, or the next checkpoint has a shard too many."""
+    fault, folder = (FAULTS | SLOW_FAULTS)[name], tmp_path / "run"
+    planted: dict[str, Any] = {"FAULT": fault.kind, "FAULT_STEP": str(fault.step), "FAULT_RANK": str(fault.rank)}
+    with Started(fault.yaml, *TINY, *WORKER, folder=folder, real=fault.real, **planted) as started:
+        killed = started.wait_for(f"step {fault.step - 1:6}/").ended(seconds=10)
     assert killed.exit_code != 0
-    assert checkpoints(killed.folder) == [4]
-    newest = str(killed.folder / "checkpoints/step_00000004")
+    newest = str(folder / f"checkpoints/step_{fault.leaves:08d}") if fault.leaves else None
     assert killed.status == {"status": "unfinished", "checkpoint": newest}
-    again = launch(yaml, *TINY, *WORKER, folder=killed.folder).succeeded()
-    assert_same_run(again, whole(yaml, *ALL))
+    assert checkpoints(folder) == ([fault.leaves] if fault.leaves else [])
+    assert bool(list(folder.glob("checkpoints/tmp_*"))) == ("publication" in fault.kind)
+    again = fault.again or fault.yaml
+    resumed = launch(again, *TINY, *WORKER, "--save_every=5", folder=folder).succeeded()
+    assert ("starting over" in resumed.stdout) == (newest is None)
+    assert "skipped" not in resumed.stdout
+    assert_same_run(resumed, whole(again, *ALL))
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000010", "step_00000014"}
+    assert not any(problem for step in (10, 14) for problem in problems(folder / f"checkpoints/step_{step:08d}"))
 
 
 @pytest.mark.parametrize("real", [False, slow(True)])
@@ -183,20 +212,6 @@ def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
     assert checkpoints(killed.folder) == [8]
 
 
-def test_a_crash_between_writing_and_publishing(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """All is written but the manifest and the name, as where too little time is given to save. Tried with writing under
-    the final name: it is taken for a checkpoint; without `unpublished`: it is passed over as damaged; without
-    `sweep`: it stays for ever."""
-    folder = tmp_path / "run"
-    launch("cpu", *TINY, folder=folder, FAULT="die before publication", FAULT_STEP="8")
-    assert checkpoints(folder) == [4]
-    assert (folder / "checkpoints" / "tmp_step_00000008").is_dir()
-    again = launch("cpu", *TINY, "--save_every=5", folder=folder).succeeded()
-    assert "skipped" not in again.stdout
-    assert_same_run(again, whole("cpu", *ALL))
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000010", "step_00000014"}
-
-
 def test_a_crash_while_old_checkpoints_are_deleted(launch: Launch, tmp_path: Path) -> None:
     """Tried with deleting before publishing: there is none left to go on from."""
     folder, arguments = tmp_path / "run", (*TINY, "--checkpoint.keep_last=1")
@@ -204,15 +219,3 @@ def test_a_crash_while_old_checkpoints_are_deleted(launch: Launch, tmp_path: Pat
     assert checkpoints(folder) == [8]
     assert not any(problems(folder / "checkpoints" / "step_00000008"))
     assert found(folder).progress.step == 8
-
-
-def test_what_a_killed_first_save_left_is_not_taken_into_the_next(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Two processes' shards, where the next save has one's. Tried with sweeping only where a checkpoint was found: the
-    new checkpoint has a shard too many, and is damaged from birth."""
-    folder = tmp_path / "run"
-    launch("ddp", *TINY, folder=folder, FAULT="die before publication", FAULT_STEP="4")
-    assert checkpoints(folder) == []
-    again = launch("cpu", *TINY, folder=folder).succeeded()
-    assert "starting over" in again.stdout
-    assert not [wrong for path in (folder / "checkpoints").iterdir() for wrong in problems(path)]
-    assert_same_run(again, whole("cpu", *ALL))

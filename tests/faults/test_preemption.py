@@ -45,15 +45,14 @@ def assert_preempted(run: Run, at_least: int = 5) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_signal_to_the_launcher(tmp_path: Path, yaml: str, number: signal.Signals, real: bool) -> None:
-    """Tried without: the handlers (nothing is saved), looking after the launcher (processes train on after SIGUSR1,
-    and after each signal to the launcher of one process), ignore_signals_in_worker (the loaders die first)."""
+    """Tried without: the handlers (nothing is saved), looking after the launcher (processes train on), and
+    ignore_signals_in_worker (the loaders die first)."""
     with Started(yaml, *LONG, folder=tmp_path / "run", real=real) as started:
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
 
 
 def test_a_terminal_that_closes(tmp_path: Path) -> None:
-    """What is written to it fails from then on. Tried without a handler of SIGHUP: status "unfinished"; without
-    dropping what nobody reads: a traceback, and nothing saved."""
+    """Tried without a handler of SIGHUP: "unfinished"; without dropping what nobody reads: a traceback."""
     folder, (ours, theirs) = tmp_path / "run", pty.openpty()
     attached = WRITES_TO.format(f"os.open({os.ttyname(theirs)!r}, os.O_RDWR | os.O_NOCTTY)")
     with Started("cpu", *LONG, folder=folder, before=attached) as started:
@@ -67,11 +66,9 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, "done"), (signal.SIGTERM, "preempted")])
-def test_of_signals_that_are_ignored_at_the_start_only_sighup_stays_so(
-    tmp_path: Path, number: signal.Signals, status: str
-) -> None:
-    """As under nohup, unless torch's launcher is between; slurm.sbatch has a launcher ignore SIGTERM, and its processes
-    with it. Tried with a handler in any case, and with none for any signal that is ignored."""
+def test_of_ignored_signals_only_sighup_stays_so(tmp_path: Path, number: signal.Signals, status: str) -> None:
+    """As nohup ignores it, unless torch's launcher is between; of slurm.sbatch's launcher, processes inherit that it
+    ignores SIGTERM. Tried with a handler in any case, and with none for any signal that is ignored."""
     ignored = f"import signal; signal.signal({int(number)}, signal.SIG_IGN)"
     with Started("cpu", *TINY, folder=tmp_path / "run", before=ignored) as started:
         started.wait_for("step      2/").send(number, to=started.trainers[0])
@@ -79,9 +76,8 @@ def test_of_signals_that_are_ignored_at_the_start_only_sighup_stays_so(
 
 
 def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(whole: Whole, tmp_path: Path) -> None:
-    """By the command in status.json the evaluation, 23 batches of one second, is made again, and it goes on exactly.
-    Tried without asking in `evaluate`: 23 seconds; with the command of the process, not of its launcher: it has no
-    second process."""
+    """Of 23 batches of a second; by the command in status.json it is made again. Tried without asking in `evaluate`: 23
+    seconds; with the command of the process, not of its launcher: it has no second process."""
     with Started("ddp", *TINY, folder=tmp_path / "run", FAULT="slow evaluation") as started:
         started.wait_for("step      8/")
         asked = time.monotonic()
@@ -96,18 +92,16 @@ def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(whole: Whole, tmp_p
     assert again.status == {"status": "done", "step": 14}
 
 
-def test_a_signal_to_one_process_during_a_save_leaves_both_checkpoints_whole(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
-    """All stop after the same step, without an error. Tried without the sum over processes: the others wait for the one
-    that left, and fail; without waiting for the save that is under way: one of the two is missing."""
-    with Started("fsdp", *TINY, folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="4") as started:
+def test_a_signal_to_one_process_during_a_save(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """All stop after the same step, and both checkpoints are whole. Tried without the sum over processes: the others
+    wait for the one that left; without waiting for the save that is under way: one of the two is missing."""
+    with Started("ddp", *TINY, folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="4") as started:
         started.wait_for("step      5/").send(signal.SIGTERM, to=started.trainers[1])
         stopped = started.ended()
     assert (stopped.exit_code, stopped.stderr) == (0, "")
     step = assert_preempted(stopped)["step"]
     assert checkpoints(stopped.folder) == [4, int(step)]
-    assert_same_run(launch("fsdp", *TINY, folder=stopped.folder).succeeded(), whole("fsdp", *ALL))
+    assert_same_run(launch("ddp", *TINY, folder=stopped.folder).succeeded(), whole("ddp", *ALL))
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
@@ -142,8 +136,8 @@ def test_max_hours_ends_the_same_way(launch: Launch) -> None:
     ],
 )  # fmt: skip
 def test_a_signal_during_the_start(tmp_path: Path, phase: str, number: signal.Signals) -> None:
-    """status.json says so, and the next start begins. Tried with handlers from the first step on: exit code 138, and
-    nothing that a requeue script could read; with status.json among what makes a folder a run's: it is refused."""
+    """The next start begins. Tried with handlers from the first step on: exit code 138, and no status.json; with that
+    file among what makes a folder a run's: it is refused."""
     folder = tmp_path / "run"
     fault: dict[str, Any] = {"FAULT": "slow data"} if phase == "data" else {}
     with Started("cpu", *TINY, folder=folder, real=phase == "imports", **fault) as started:
@@ -181,16 +175,19 @@ def test_a_signal_to_the_launcher_during_a_resume(whole: Whole, tmp_path: Path) 
     assert 'train.py", line' not in stopped.stdout
 
 
-def test_a_launcher_that_is_gone_before_the_first_step_leaves_no_orphan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["data", slow("imports")])
+def test_a_launcher_that_is_gone_leaves_no_orphan(tmp_path: Path, phase: str) -> None:
     """Tried with watching the launcher only when all is built: its process trains on to the end."""
-    with Started("cpu", *LONG, folder=tmp_path / "run", real=True) as started:
-        started.wait_until(lambda: started.trainers)
-        time.sleep(1)  # within its imports
-        run = started.send(signal.SIGTERM).ended()
+    fault: dict[str, Any] = {"FAULT": "slow data"} if phase == "data" else {}
+    with Started("cpu", *LONG, folder=tmp_path / "run", real=phase == "imports", **fault) as started:
+        started.wait_for_handlers(signal.SIGTERM)
+        if phase == "data":
+            started.wait_for("building the data")
+        run = started.send(signal.SIGKILL).ended()
     assert not (run.folder / "metrics.jsonl").exists()
 
 
-def test_slow_batches_are_asked_after_one_by_one_and_quick_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_batches_ask_one_by_one_and_quick_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried without going back to each call: none of the last 20 asks; without doubling: each quick one does."""
     clock = Mock(return_value=0.0)
     monkeypatch.setattr("time.monotonic", clock)

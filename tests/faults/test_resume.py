@@ -32,7 +32,6 @@ from tests.tasks import Short, cells
 from tests.test_parity import TASKS
 from train import run_settings
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 SMOOTH = ("--task.dropout=0", "--optim.lr=1e-4", *ALL)
 EVERY_STRATEGY = [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("fsdp_offload", 2)]
 
@@ -67,7 +66,7 @@ Progress.training_metrics = told
 """
 
 
-def test_the_first_record_is_of_the_examples_since_the_last_one(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+def test_the_first_record_is_of_all_since_the_last_one(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Whatever log_every is by then: its seconds are. Tried with the grid of the new log_every: 16 examples."""
     folder = cut_back(whole("cpu", *ALL, "--log_every=5"), tmp_path / "run", 8)
     run = launch("cpu", *ALL, folder=folder, before=TOLD).succeeded()
@@ -97,7 +96,7 @@ TABLE += (  # room: examples
     "table             -    -    slow -",
 )
 TABLE += (  # room: text+examples
-    "pairs             -    -    fast -",
+    "pairs             -    -    slow -",
 )
 """Killed for real, and otherwise: test_killed.py, test_preemption.py, text/test_streaming.py."""
 
@@ -106,11 +105,9 @@ TABLE += (  # room: text+examples
 def test_each_task_goes_on_to_the_last_bit(
     launch: Launch, whole: Whole, shared: Path, tmp_path: Path, name: str, yaml: str, processes: int
 ) -> None:
-    """With dropout, accumulation and packing, into the second epoch. Tried without: restoring the random numbers
-    (dropout), the optimizer, what was summed up since the last record; cutting the order of the epoch and the record
-    off where the checkpoint was made. There is an evaluation at the end of an epoch, which comes before the save: it is
-    not made again; tried without `step > progress.evaluated`: the record has it twice. Tried without the remainder of
-    the largest seed: the second process has one that numpy refuses, and after a resume the first one too."""
+    """With dropout, accumulation and packing, into the second epoch. Tried without: restoring the random numbers, the
+    optimizer and what was summed up since the last record; cutting the epoch's order and the record off; `step >
+    progress.evaluated` (the evaluation before the save comes twice); the remainder of the largest seed."""
     task = ALL_TASKS[name].ready(shared)
     expected = task.run(whole, yaml)
     run = task.run(launch, yaml, folder=cut_back(expected, tmp_path / "run", task.saved)).succeeded()
@@ -121,18 +118,16 @@ def test_each_task_goes_on_to_the_last_bit(
 
 
 def test_a_longer_run_goes_on_from_the_end(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """With the records of the longer run, each the mean over the examples since the last, and those at the end of
-    the shorter. Tried without restoring what was summed up: the first record after step 6 is of fewer steps."""
-    expected, arguments, folder = whole("cpu", *EPOCH), (*EPOCH, "--log_every=4"), tmp_path / "run"
+    """Each record is the mean since the last, also over the end of the shorter. Tried without restoring what was
+    summed up: the first record after step 6 is of fewer steps."""
+    expected, arguments, folder = whole("cpu", *ALL), (*TINY, "--log_every=4"), tmp_path / "run"
     shorter = launch("cpu", *arguments, "--max_steps=6", folder=folder).succeeded()
     assert (shorter.summary["step"], (folder / "model").is_dir()) == (6, True)
     longer = launch("cpu", *arguments, folder=folder).succeeded()
-    assert "changed since: max_steps 6 -> 10" in longer.stdout
+    assert "changed since: max_steps 6 -> 14" in longer.stdout
     assert_equal(weights(longer), weights(expected))
     assert evaluations(longer)[1:] == evaluations(expected)
-    losses, sizes = expected.losses, [200] * 7 + [38] + [200] * 2
-    spans = ((0, 4), (4, 6), (4, 8), (8, 10))
-    means = {end: np.average(losses[start:end], weights=sizes[start:end]) for start, end in spans}
+    means = {end: np.mean(expected.losses[start:end]) for start, end in ((0, 4), (4, 6), (4, 8), (8, 12), (12, 14))}
     found = {record["step"]: record["train/loss"] for record in longer.records if "train/loss" in record}
     assert found == pytest.approx(means, rel=1e-12)
 
@@ -156,25 +151,24 @@ def move(folder: Path, to: Path) -> None:
 
 
 def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """An unfinished run goes on in its record, a finished one is left alone, and rotation deletes no more of a
-    checkpoint that was moved by itself than the link. Tried with resolving the link: the record is cut to nothing."""
-    finished = whole("ddp", *ALL)
+    """Rotation deletes no more of one that was moved by itself than the link; a finished run is left alone. Tried with
+    resolving the link: the record is cut to nothing."""
+    finished = whole("cpu", *ALL)
     folder = cut_back(finished, tmp_path / "run", 4, 8, 12)
     move(folder / "checkpoints" / "step_00000004", tmp_path / "alone")
     move(folder / "checkpoints", tmp_path / "disk")
-    assert_same_run(launch("ddp", *TINY, folder=folder).succeeded(), finished)
+    assert_same_run(launch("cpu", *TINY, folder=folder).succeeded(), finished)
     assert checkpoints(folder) == [12, 14]
     assert (tmp_path / "alone" / "manifest.json").exists()
     before = contents(tmp_path)
-    again = launch("ddp", *TINY, folder=folder).succeeded()
-    assert again.stdout.splitlines()[-1].endswith("has finished; to train longer, raise --epochs or --max_steps")
+    again = launch("cpu", *TINY, folder=folder).succeeded()
+    assert again.stdout.splitlines()[-1].endswith("this run has finished; raise --epochs or --max_steps")
     assert contents(tmp_path) == before
 
 
 def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Of a run that was stopped right before its last evaluation, made it when it went on, and then went on for
-    more steps; but it can't have fewer. Tried without: it is cut off; and with naming the own checkpoint: the run is a
-    branch afterwards."""
+    """Stopped right before its last evaluation, which it made when resumed, a run goes on for more steps, but not for
+    fewer. Tried without: it is cut off; with naming the own checkpoint: the run is a branch afterwards."""
     finished = whole("cpu", *ALL)
     folder = cut_back(finished, tmp_path / "run", 12)
     own = f"{folder}/checkpoints/step_00000012"
@@ -186,16 +180,6 @@ def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Who
     assert [record["step"] for record in evaluated] == [8, 12, 14]
     assert [record for record in curve(longer) if record != evaluated[1]] == curve(finished)
     assert yaml.safe_load((folder / "config.yaml").read_text())["resume"] == "auto"
-
-
-def test_a_checkpoint_of_another_run_starts_a_branch(launch: Launch, whole: Whole) -> None:
-    """With a record of its own; the run that it comes from stays as it is."""
-    origin = whole("cpu", *ALL)
-    source = origin.folder / "checkpoints" / "step_00000012"
-    before = contents(origin.folder)
-    branch = launch("cpu", *TINY, f"--resume={source}").succeeded()
-    assert branch.records[0]["step"] == 13
-    assert contents(origin.folder) == before
 
 
 def test_missing_random_numbers_are_a_loud_warning(launch: Launch, whole: Whole, tmp_path: Path) -> None:
@@ -223,9 +207,11 @@ def test_resuming_reads_no_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """From its own newest checkpoint, and from where it branched off while it has none, which each launch remembers
-    for the next. Tried without `config.origin` in config.yaml: the third launch starts over."""
-    origin = whole("cpu", *ALL).folder / "checkpoints" / "step_00000012"
+    """From its own newest checkpoint, and while it has none from where it branched off, which each launch remembers
+    for the next; that run stays as it is. Tried without `config.origin` in config.yaml: the third launch starts
+    over."""
+    trunk = whole("cpu", *ALL).folder
+    origin, before = trunk / "checkpoints" / "step_00000012", contents(trunk)
     folder, branch, arguments = tmp_path / "run", f"--resume={origin}", (*TINY, "--save_every=5")
     for start in (branch, "--resume=auto"):
         killed = launch("cpu", *arguments, start, folder=folder, FAULT="die", FAULT_STEP="1")
@@ -234,3 +220,4 @@ def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_
     assert f"after step 12, from {origin}" in run.stdout
     assert [record["step"] for record in run.records if "train/loss" in record] == [13, 14]
     assert found(folder, branch).checkpoint == folder / "checkpoints" / "step_00000014"
+    assert contents(trunk) == before

@@ -22,12 +22,8 @@ from tests.faults.runs import (
 )
 from tests.launching import Launch, Run, Started, Whole
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 
-
-def launched_with_small_files(
-    launch: Launch, *arguments: str, yaml: str = "cpu", kilobytes: int = 6000, **more: Any
-) -> Run:
+def with_small_files(launch: Launch, *arguments: str, yaml: str = "cpu", kilobytes: int = 6000, **more: Any) -> Run:
     """No file may grow beyond 6 MB: the model, of 4.8, fits, and a shard of 7.2 or 14.4 does not."""
     limit = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({kilobytes * 1024}, {kilobytes * 1024}))"
     return launch(yaml, *arguments, before=limit, **more)
@@ -37,7 +33,7 @@ def test_a_full_disk_is_a_warning(launch: Launch, whole: Whole, tmp_path: Path) 
     """Tried without catching: the run ends. Tried without deleting: the half-written files stay and fill the disk."""
     expected = whole("ddp", *ALL)
     folder = cut_back(expected, tmp_path / "run", 8)
-    run = launched_with_small_files(launch, *TINY, yaml="ddp", folder=folder).succeeded()
+    run = with_small_files(launch, *TINY, yaml="ddp", folder=folder).succeeded()
     warnings = [line for line in run.stdout.splitlines() if "WARNING" in line]
     assert [line.split(":")[1] for line in warnings] == [f" no checkpoint of step {step}" for step in (12, 14)]
     assert all(line.endswith(f"the last one is {folder}/checkpoints/step_00000008") for line in warnings)
@@ -52,7 +48,7 @@ def test_a_full_disk_at_the_export_is_one_line(launch: Launch, whole: Whole, tmp
     a folder tmp_model; with renaming to the link: an error at the end of the run."""
     expected = whole("cpu", *ALL)
     folder = cut_back(expected, tmp_path / "run", 14)
-    run = launched_with_small_files(launch, *TINY, folder=folder, kilobytes=4000)
+    run = with_small_files(launch, *TINY, folder=folder, kilobytes=4000)
     assert run.exit_code == 1
     (line,) = run.messages
     assert line.startswith(f"train.py: {folder}/model cannot be written, Error while serializing: I/O error: File too ")
@@ -65,9 +61,9 @@ def test_a_full_disk_at_the_export_is_one_line(launch: Launch, whole: Whole, tmp
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
 
 
-def test_a_run_that_never_could_save_starts_over_by_the_same_command(launch: Launch, whole: Whole) -> None:
+def test_a_run_that_never_could_save_starts_over(launch: Launch, whole: Whole) -> None:
     """Its record goes past three saves. Tried with judging by the record: "its run saved checkpoints, but none are"."""
-    run = launched_with_small_files(launch, *TINY, kilobytes=4000)
+    run = with_small_files(launch, *TINY, kilobytes=4000)
     assert run.exit_code == 1
     assert run.records[-1]["step"] == 14
     assert run.status == {"status": "unfinished", "checkpoint": None}
@@ -78,7 +74,7 @@ def test_a_run_that_never_could_save_starts_over_by_the_same_command(launch: Lau
 
 def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch) -> None:
     """It would go on unrecorded. Tried without: a traceback."""
-    run = launched_with_small_files(launch, *TINY, kilobytes=4)
+    run = with_small_files(launch, *TINY, kilobytes=4)
     assert run.exit_code == 1
     record = run.folder / "metrics.jsonl"
     says = "File too large: make room, then run the same command again"
@@ -93,36 +89,30 @@ def test_on_a_disk_that_is_read_only_no_room_is_asked_for() -> None:
     assert end.value.code == f"train.py: /runs/x cannot be written, {says}"
 
 
-def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(
-    launch: Launch,
-) -> None:
+def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(launch: Launch) -> None:
     """Tried with str(): "None", as if it were a folder."""
-    run = launched_with_small_files(launch, *TINY, "--max_hours=1e-9").succeeded()
+    run = with_small_files(launch, *TINY, "--max_hours=1e-9").succeeded()
     assert (run.status["status"], run.status["step"], run.status["checkpoint"]) == ("preempted", 1, None)
 
 
 @pytest.mark.slow
-def test_a_save_in_which_a_process_hangs_ends_the_run_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_save_in_which_a_process_hangs_ends_the_run(tmp_path: Path) -> None:
     """The exchange that it left others waiting in can't be used again. Tried with a warning, as for a full disk: no
     further checkpoint can be saved, and the run trains on."""
-    folder = tmp_path / "run"
     fault: dict[str, Any] = {"FAULT": "stuck save", "FAULT_STEP": "8", "FAULT_RANK": "1"}
     fault["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
-    with Started("ddp", *TINY, "--timeout_minutes=0.1", folder=folder, **fault) as started:
+    with Started("ddp", *TINY, "--timeout_minutes=0.1", folder=tmp_path / "run", **fault) as started:
         stuck = started.ended()
     assert stuck.exit_code != 0
     assert "process 0 waited for another one, which hangs" in stuck.messages[0]
-    assert checkpoints(folder) == [4]
-
-
-JUDGED: tuple[str, ...] = ()
-JUDGED += ("--checkpoint.keep_best=2", "--checkpoint.export_best=true", "--checkpoint.mode=max")
+    assert checkpoints(stuck.folder) == [4]
 
 
 @pytest.fixture
 def judged(whole: Whole) -> Run:
     """Evaluated after each second step, and the two best kept: to be told from the last, those of the highest loss."""
-    return whole("ddp", *TINY, "--eval_every=2", "--checkpoint.keep_last=1", *JUDGED)
+    best = ("--checkpoint.keep_best=2", "--checkpoint.export_best=true", "--checkpoint.mode=max")
+    return whole("cpu", *TINY, "--eval_every=2", "--checkpoint.keep_last=1", *best)
 
 
 def test_the_newest_and_the_best_are_kept_and_the_best_is_exported(judged: Run) -> None:
@@ -139,16 +129,14 @@ def test_the_newest_and_the_best_are_kept_and_the_best_is_exported(judged: Run) 
 def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launch: Launch, tmp_path: Path) -> None:
     """A gain must be of 100: the first evaluation is the best, and the third one without a gain the last. Tried without
     the reset where another metric is watched: no further step; with a reset at each resume: it trains past step 8."""
-    arguments = (
-        *TINY, "--eval_every=2", "--early_stopping.metric=eval/loss", "--early_stopping.min_delta=100",
-        "--early_stopping.patience=3",
-    )  # fmt: skip
+    early = ("metric=eval/loss", "min_delta=100", "patience=3")
+    arguments = (*TINY, "--eval_every=2", *(f"--early_stopping.{setting}" for setting in early))
     stopped = launch("ddp", *arguments).succeeded()
     assert stopped.summary["step"] == 8
     assert stopped.status["status"] == "done"
     assert found(stopped.folder, *arguments).is_finished
-    resumed = launch("ddp", *arguments, folder=cut_back(stopped, tmp_path / "run", 4)).succeeded()
-    assert_same_run(resumed, stopped)
+    resumed = launch("cpu", *arguments, folder=cut_back(stopped, tmp_path / "run", 4)).succeeded()
+    assert [record["step"] for record in evaluations(resumed)] == [2, 4, 6, 8]
     other = launch("cpu", *arguments, "--early_stopping.metric=eval/accuracy", folder=resumed.folder).succeeded()
     assert [record["step"] for record in evaluations(other)] == [2, 4, 6, 8, 10, 12, 14]  # counted anew
 

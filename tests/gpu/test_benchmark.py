@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.build import emulated_environment
-from tests.launching import PROJECT, needs, run_command
+from tests.launching import PROJECT, Launch, needs, run_command
 
 pytestmark = needs("benchmarks/gpu.py")
 
@@ -41,8 +41,8 @@ def test_what_there_is_no_time_for_is_left_out_and_named(tmp_path: Path) -> None
     assert "18 rows, 0 of them not as asked" in run.stdout
 
 
-def test_without_a_gpu_it_is_one_line(tmp_path: Path) -> None:
-    run = prove(tmp_path)
+def test_without_a_gpu_it_is_one_line(launch: Launch, tmp_path: Path) -> None:
+    run = launch("cpu", "--smoke", f"--output={tmp_path}/proof.json", script="benchmarks/gpu.py")
     assert run.exit_code == 1
     (line,) = run.stderr.splitlines()
     assert line.startswith("benchmarks.gpu: no NVIDIA GPU that this torch ")

@@ -5,6 +5,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def kinds(probe: Probe, *names: str) -> list[int]:
 
 probed = cache(steps_of)
 text = (pytest.mark.slow, needs("src/tasks/text/causal_lm.py"))
+
+
+def of_text(test: Callable[..., None]) -> Callable[..., None]:
+    return text[0](text[1](test))
+
+
 EAGER = llama(64, 4)
 COMPILED = (*EAGER, "--compile=true")
 FSDP = llama(64, 8)
@@ -51,9 +58,8 @@ STEPS = [
 def test_a_step_waits_for_nothing_and_allocates_nothing(
     arguments: tuple[str, ...], processes: int, launches: int
 ) -> None:
-    """With AdamW, one process or rank 0 of 8 under FSDP. The thread that makes batches takes no memory either once both
-    of its buffers are there: in the 12th step at the latest. Tried with the digits' indices copied from memory that is
-    not pinned: a wait for each batch."""
+    """With AdamW, one process or rank 0 of 8 under FSDP, in the 12th step: both buffers of the thread that makes
+    batches are there by then. Tried with indices copied from memory that is not pinned: a wait for each batch."""
     probe = probed(*arguments, steps=12, processes=processes)
     assert probe.waits() == 0, probe.places
     assert kinds(probe, "malloc", "host_alloc") == [0, 0]
@@ -62,15 +68,13 @@ def test_a_step_waits_for_nothing_and_allocates_nothing(
     assert kinds(probe, "graph_launch") == ["--cuda_graphs=true" in arguments]
 
 
-@needs("src/tasks/text/causal_lm.py")
-@pytest.mark.slow
+@of_text
 def test_an_evaluation_does_not_wait_for_each_batch() -> None:
     """Tried without output_size in repeat_interleave: one wait for each."""
     assert sum(probed(*EAGER, steps=12).evaluation.get(kind, 0) for kind in ("sync_stream", "sync_device")) == 0
 
 
-@needs("src/tasks/text/causal_lm.py")
-@pytest.mark.slow
+@of_text
 def test_offloaded_parameters_wait_to_be_told_whether_the_step_is_left_out() -> None:
     """And for the factor that clips them. Tried without the copy to their device in step_if_finite: it is read before
     it has arrived."""
@@ -78,8 +82,7 @@ def test_offloaded_parameters_wait_to_be_told_whether_the_step_is_left_out() -> 
     assert probe.places["sync_stream src/training/gradients.py"] == 2
 
 
-@needs("src/tasks/text/causal_lm.py")
-@pytest.mark.slow
+@of_text
 def test_fsdp_exchanges_each_shard_as_often_as_its_strategy_says() -> None:
     """Parameters in bf16, gathered for the forward pass and, but for the last block, again for the backward pass;
     gradients in fp32, reduced once; and their norm. (Losses are added up where they are read.)"""
@@ -94,8 +97,7 @@ def test_fsdp_exchanges_each_shard_as_often_as_its_strategy_says() -> None:
     }, (counts, ends)  # fmt: skip
 
 
-@needs("src/tasks/text/causal_lm.py")
-@pytest.mark.slow
+@of_text
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "processes", "sent"), [(4, 4, 4, 12), (4, 2, 2, 8), (4, 2, 4, 12), (3, 3, 2, 12)]
 )
@@ -113,15 +115,13 @@ def test_processes_that_share_sequences_exchange_tokens_for_heads(
     assert kinds(probe, "malloc", "host_alloc") == [0, 0]
 
 
-@needs("src/tasks/text/causal_lm.py")
-@pytest.mark.slow
+@of_text
 def test_fp8_computes_in_fp8() -> None:
     probe = steps_of(*llama(64, 8), processes=1, ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="AO")
     assert any("scaled" in name.lower() or "fp8" in name.lower() or "e4m3" in name.lower() for name in probe.kernels)
 
 
-@needs("src/tasks/text/causal_lm.py")
-@pytest.mark.slow
+@of_text
 def test_the_table_of_peaks() -> None:
     """docs/transformers.md, by torch's own allocator, within a hundredth; its 8B is in tests/test_plan.py."""
     page = (PROJECT / "docs/transformers.md").read_text()

@@ -12,10 +12,7 @@ from tests.machines.cluster import Cluster
 from tests.machines.hosts import why_not
 
 REASON = why_not("slurmctld", "slurmd", "sbatch", "munged")
-pytestmark = [
-    needs("launchers/slurm.sbatch"),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = [needs("launchers/slurm.sbatch"), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 STEPS = 80
 SETTINGS = (f"--max_steps={STEPS}", "--log_every=1")
 SINGLE = "accelerate_configs/cpu.yaml"

@@ -1,4 +1,4 @@
-"""What the tests of text share: tiny models and data, short runs on them, and a cache of each test's own."""
+"""What the tests of text share: tiny models and data, short runs on them, and a folder of each test's own."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ def made(shared: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def models(made: Path) -> Path:
-    """A folder with the models `llama` and `bert`."""
+    """A folder with the models `llama` and `bert`, and others."""
     return made / "models"
 
 
@@ -38,6 +38,7 @@ def trained(whole: Whole, shared: Path) -> Trained:
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment is read when `datasets` is imported: too late for it here."""
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current one, with a cache in it: the environment is read when `datasets` is imported, too late for it."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

@@ -13,28 +13,35 @@ from urllib.parse import urlsplit
 REVISION = f"(?:main|{'0' * 40})"
 FILE = re.compile(rf"(?:/datasets)?/([\w.-]+/[\w.-]+)/resolve/{REVISION}/(.+)")
 API = re.compile(rf"/api/(?:models|datasets)/([\w.-]+/[\w.-]+)(?:/(?:revision|tree)/{REVISION})?")
+ASKED = """
+import datasets, huggingface_hub
+from huggingface_hub import constants
+constants.HF_HUB_OFFLINE, constants.ENDPOINT, constants.HF_HUB_DISABLE_XET = False, {address!r}, True
+constants.HUGGINGFACE_CO_URL_TEMPLATE = {address!r} + "/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+constants.HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE = {home!r} + "/hub", {home!r} + "/datasets"
+datasets.config.HF_HUB_OFFLINE = False
+datasets.config.HF_ENDPOINT = huggingface_hub.hf_api.api.endpoint = {address!r}
+"""
 
 
 @contextmanager
-def serving(models: dict[str, Path], home: Path) -> Iterator[dict[str, str]]:
-    """Serve the folders by their models' or datasets' names; yield the environment of a process that asks for them,
-    with an empty cache in `home`."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler(models)) as server:
+def serving(folders: dict[str, Path], home: Path) -> Iterator[str]:
+    """Serve the folders by their models' or datasets' names. Yield code by which a process that has imported the Hub's
+    client asks here, with caches in `home`."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler(folders)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        offline = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "no_proxy": "*"}
-        yield {"HF_ENDPOINT": address, "HF_HOME": str(home), **offline}
+        yield ASKED.format(address=f"http://127.0.0.1:{server.server_port}", home=str(home))
         server.shutdown()
 
 
-def handler(models: dict[str, Path]) -> type[BaseHTTPRequestHandler]:
+def handler(folders: dict[str, Path]) -> type[BaseHTTPRequestHandler]:
     def content(path: str) -> bytes:
         if asked := FILE.fullmatch(path):
-            return (models[asked[1]] / asked[2]).read_bytes()
+            return (folders[asked[1]] / asked[2]).read_bytes()
         name = API.fullmatch(path)[1]  # type: ignore[index]  # a TypeError is a 404 too
         files = [
             {"type": "file", "path": file.name, "rfilename": file.name, "size": file.stat().st_size, "oid": "0"}
-            for file in models[name].iterdir()
+            for file in folders[name].iterdir()
         ]
         return json.dumps(files if "/tree/" in path else {"id": name, "sha": "0" * 40, "siblings": files}).encode()
 

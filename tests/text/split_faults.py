@@ -63,8 +63,13 @@ def of_the_first_parts(gather: Hook, run: Any, outputs: Tensor, examples: int) -
     return gather(run, outputs * (run.rank % 2 == 0), examples)
 
 
+def as_it_is(cut: Hook, *arguments: Any) -> Batch:
+    return cut(*arguments)
+
+
 FAULTS = [
-    Fault(name, which, fails, says, where, hook)
+    Fault("none, with dropout", "quick", "", "", CP + "own_part", as_it_is, ("--task.dropout=0.1",)),
+    *(Fault(name, which, fails, says, where, hook)
     for which, name, fails, says, where, hook in (
         ("quick", "each part counts all targets", "Steps", "gradients", CP + "CausalLM.count",
          with_all_targets),
@@ -80,6 +85,7 @@ FAULTS = [
          dealt_by_process),
         ("slow", "outputs are the first parts'", "Evaluation", "eval/perplexity", "train.gather_in_order",
          of_the_first_parts),
-    )
+    )),
 ]  # fmt: skip
-"""Under fsdp_cp.yaml, on two processes that share each sequence; in two parts."""
+"""Under fsdp_cp.yaml, on two processes that share each sequence; in two parts. The first is none: all is well, also
+where each process draws its part of the dropout."""

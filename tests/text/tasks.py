@@ -1,5 +1,6 @@
 """Short runs of language models and classifiers, on tiny models and data and on the chat model's real weights."""
 
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ SMOLLM2 = PROJECT / MODELS / Path(WEIGHTS["chat"].name).name
 def text(folder: Path) -> None:
     """Models and data."""
     tiny.llama(folder / "models" / "llama")
-    tiny.bert(folder / "models" / "bert")
+    rates: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny.saved("bert", folder / "models" / "bert", **tiny.SIZES, **rates)
     # with the usual 0.02 the frozen output layer gives logits near zero, whatever the adapters learn
     tiny.saved("llama", folder / "models" / "spread", initializer_range=0.1, **tiny.LLAMA)
     for name, is_tied in (("tied", True), ("untied", False)):
@@ -37,11 +39,18 @@ def text(folder: Path) -> None:
     tiny.reviews(folder / "reviews")
 
 
+def mixture(folder: Path) -> None:
+    """Shards of two sources."""
+    tiny.shards(folder / "shards", 3000)
+    tiny.shards(folder / "other", 300, seed=1, words=30)
+
+
 def chat_model(_: Path) -> None:
     """SmolLM2-135M-Instruct, where `make chat` keeps it."""
     if not SMOLLM2.exists():
         try:
-            fetch(WEIGHTS["chat"], SMOLLM2)
+            with chdir(PROJECT):
+                fetch(WEIGHTS["chat"], SMOLLM2)
         except UserError as error:
             pytest.skip(str(error))
 
@@ -106,3 +115,13 @@ TEXT = {
     "chat": Short(CHAT, chat_model, saved=5),
     "chat with new tokens": Short((*CHAT, "--max_steps=3", "--task.new_tokens=['<|fact|>', '<|end|>']"), chat_model),
 }
+SOURCES = "[{dataset: {folder}/shards, weight: 2}, {dataset: {folder}/other, weight: 1, max_epochs: 2}]"
+"""Of which the second one is used up before the epoch ends, after it came twice. A window makes some nine steps."""
+TEXT |= {  # room: streaming
+    "mixture, streamed": Short(
+        ("--task.name=causal_lm", f"--task.sources={SOURCES}", "--task.streaming=true", "--task.sequence_length=64",
+         "--task.shuffle_window=100", *tiny.NEW_LLAMA, "--max_steps=24", "--log_every=1", "--save_every=3",
+         "--checkpoint.keep_last=9", "--global_batch_size=12", "--optim.lr=1e-3"),
+        mixture, split=("--num_workers=2",), saved=12,
+    ),
+}  # fmt: skip

@@ -8,40 +8,46 @@ import pytest
 from tests.check.test_check import assert_all_is_well, rows
 from tests.launching import QUIET, Launch, slow
 from tests.text.split_faults import FAULTS
-from tests.text.tasks import over
+from tests.text.tasks import TEXT, over
 from tests.text.tiny import NEW_LLAMA, questions
 
 TASK = ("--task.name=causal_lm", "--task.sequence_length=64")
 
 
-@pytest.mark.parametrize(("yaml", "lora"), [("ddp", False), ("fsdp", True), ("fsdp_cp", False)])
-def test_a_language_model_with_ragged_counts_is_well(launch: Launch, made: Path, yaml: str, lora: bool) -> None:
-    """Also where it has dropout, of which each process that shares a sequence draws its part."""
-    dropout = (f"--task.dropout={0.1 * (yaml == 'fsdp_cp')}",)
-    model = [f"--task.model={made}/models/llama", "--task.lora.r=4"] if lora else NEW_LLAMA
+WELL: dict[str, tuple[str, ...]] = {
+    "lm with adapters": ("fsdp", *TASK, "--task.dataset={made}/questions.jsonl", "--task.model={made}/models/llama",
+                         "--task.lora.r=4"),
+    "classifier with dropout": ("ddp", "--task.name=text_classification", "--task.dataset={made}/reviews",
+                                "--task.model={made}/models/bert", "--task.dropout=0.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WELL)
+def test_a_task_with_ragged_counts_is_well(launch: Launch, made: Path, case: str) -> None:
+    """One with shared sequences: the next test but one. A language model under DDP, but for a fault: the last one."""
     batch = ("--global_batch_size=8", "--micro_batch_size=2", "--optim.max_grad_norm=1")
-    assert_all_is_well(
-        launch(yaml, "--check", *TASK, f"--task.dataset={made}/questions.jsonl", *model, *batch, *dropout)
-    )
+    yaml, *arguments = (word.replace("{made}", str(made)) for word in WELL[case])
+    assert_all_is_well(launch(yaml, "--check", *arguments, *batch))
 
 
-def test_a_classifier_is_well(launch: Launch, made: Path) -> None:
-    arguments = (f"--task.model={made}/models/bert", f"--task.dataset={made}/reviews", "--task.dropout=0.1")
-    assert_all_is_well(launch("fsdp", "--check", "--task.name=text_classification", *arguments))
+@pytest.mark.slow
+def test_the_chat_models_real_weights_are_well(launch: Launch, shared: Path) -> None:
+    assert "all checks passed" in TEXT["chat"].ready(shared).run(launch, "fsdp", "--check").succeeded().stdout
 
 
 @pytest.mark.parametrize("which", ["quick", slow("slow")])
 def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, tmp_path: Path, which: str) -> None:
     """On two processes."""
-    output, data = tmp_path / "found.json", questions(tmp_path / "questions.jsonl", rows=48)
+    output, data = tmp_path / "found.json", questions(tmp_path / "questions.jsonl", rows=24)
     task = (*TASK, f"--task.dataset={data}", *NEW_LLAMA)
     arguments = (*task, "--global_batch_size=8", "--micro_batch_size=2", "--task.eval_from=last", *QUIET)
     words = (str(output), "tests.text.split_faults", which, *arguments)
     launch("fsdp_cp", *words, script="tests/check/examine.py", **over(1, 2)).succeeded()
     found = json.loads(output.read_text())
     for fault in [fault for fault in FAULTS if fault.yaml == which]:
-        assert {row["check"] for row in found[fault.name]} == {fault.fails}, (fault.name, found[fault.name])
-        assert fault.says in {row["what"] for row in found[fault.name]}, (fault.name, found[fault.name])
+        failed = {row["check"]: row["what"] for row in found[fault.name]}
+        assert [*failed] == ([fault.fails] if fault.fails else []), (fault.name, found[fault.name])
+        assert fault.says in {row["what"] for row in found[fault.name]} or not failed, (fault.name, found[fault.name])
 
 
 def test_packed_documents_that_see_each_other_are_found_out(launch: Launch, made: Path) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,24 @@ from src.config.config import config_from
 from src.tasks import TASKS
 from src.tasks.text.text_classification import TextClassification
 from src.training.state import Origin
-from tests.faults.runs import ORIGIN
+from tests.faults.runs import ORIGIN, cut_back
 from tests.launching import Launch
 from tests.text import tiny
+from tests.text.conftest import Trained
+from tests.text.tasks import TEXT
 
 
-def test_adapters_are_saved_without_the_model_that_they_adapt(launch: Launch, made: Path, tmp_path: Path) -> None:
+def test_adapters_are_saved_without_the_model_that_they_adapt(
+    launch: Launch, trained: Trained, shared: Path, models: Path, tmp_path: Path
+) -> None:
     """And go on only beside the weights that they were trained with. Tried with saving frozen weights too: it is as
     large as the model; without comparing their norm: it trains on beside others."""
-    model = tiny.llama(tmp_path / "llama")
-    arguments = (
-        "--task.name=causal_lm", f"--task.model={model}", f"--task.dataset={made}/questions.jsonl", "--task.lora.r=4",
-        "--task.sequence_length=64", "--global_batch_size=4", "--max_steps=2",
-    )  # fmt: skip
-    run = launch("cpu", *arguments).succeeded()
-    shards = (run.folder / "checkpoints" / "step_00000002").glob("shard-*")
-    assert sum(shard.stat().st_size for shard in shards) < os.path.getsize(model / "model.safetensors")
-    tiny.llama(tmp_path / "other", seed=1)
-    shutil.copy(tmp_path / "other" / "model.safetensors", model)
-    other = launch("cpu", *arguments, "--max_steps=4", folder=run.folder)
-    assert "was trained with other frozen weights" in other.messages[0]
+    folder = cut_back(trained("lm with adapters", "fsdp"), tmp_path / "run", 8)
+    shards = (folder / "checkpoints" / "step_00000008").glob("shard-*")
+    assert sum(shard.stat().st_size for shard in shards) < os.path.getsize(models / "llama" / "model.safetensors")
+    others = (f"--task.model={tiny.llama(tmp_path / 'other', seed=1)}", "--checkpoint.accept_changes=true")
+    other = TEXT["lm with adapters"].ready(shared).run(launch, "fsdp", *others, folder=folder)
+    assert "was trained with other frozen weights" in str(other.messages)
 
 
 SWAPPED = {"falling": "rising", "rising": "falling"}
@@ -53,7 +50,7 @@ def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edi
     comparing the number of examples."""
 
     def origin(reviews: Path) -> Origin:
-        task = TextClassification(model=f"{models}/bert", dataset=str(reviews))
+        task = tiny.task(TextClassification, model=f"{models}/bert", dataset=str(reviews))
         data = task.build_datasets()
         fingerprints = [task.fingerprint(part) for part in data]
         return dataclasses.replace(ORIGIN, data_state=task.state.data, fingerprints=fingerprints)

@@ -7,38 +7,39 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PreTrainedConfig
 
-from src.tasks.text.reading import as_label
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import byte_tokenizer, length_grouped, sorted_labels
+from tests.text import tiny
 
 
-def classifier(folder: Path, train: str, dev: str, **settings: Any) -> TextClassification:
+def classifier(train: str, dev: str, **settings: Any) -> Any:
     """The task on tables of this content."""
-    (folder / "train.csv").write_text(train)
-    (folder / "dev.csv").write_text(dev)
-    return TextClassification(dataset=str(folder), **settings)
+    tiny.write({"data/train.csv": train, "data/dev.csv": dev})
+    return tiny.task(TextClassification, dataset="data", **settings)
 
 
-def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them(tmp_path: Path) -> None:
+def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them(
+    models: Path, tmp_path: Path
+) -> None:
     assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
     assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
     features = Features({"label": ClassLabel(names=["neg", "pos", "9"]), "text": Value("string")})
     table = Dataset.from_dict({"label": [1, 0, -1, 2], "text": ["a", "b", "c", "d"]}, features=features)
     table.to_parquet(tmp_path / "a.parquet")
-    task = TextClassification(dataset=f"{tmp_path}/a.parquet", eval_from="all")
-    (rows,), _ = task.usable_parts(task.open_rows(), {"label": as_label})
-    assert rows["label"][:] == ["pos", "neg", "-1", "9"]
+    task = tiny.task(TextClassification, model=f"{models}/bert", dataset="a.parquet", eval_from="all")
+    _, evaluation = task.build_datasets()
+    assert [task.preview(evaluation, i).split("label: ")[1] for i in range(4)] == ["pos", "neg", "-1", "9"]
 
 
 def test_a_head_that_knows_the_labels_keeps_their_order(models: Path, tmp_path: Path) -> None:
     tables = "text,label\na,negative\nb,positive\n", "text,label\nc,positive\n"
-    first = classifier(tmp_path, *tables, model=f"{models}/bert")
+    first = classifier(*tables, model=f"{models}/bert")
     first.build_datasets()
     trained: Any = first.build_model()
     trained.config.id2label, trained.config.label2id = {0: "positive", 1: "negative"}, {"positive": 0, "negative": 1}
     trained.save_pretrained(tmp_path / "trained")
     byte_tokenizer().save_pretrained(tmp_path / "trained")
-    again = classifier(tmp_path, *tables, model=f"{tmp_path}/trained")
+    again = classifier(*tables, model=f"{tmp_path}/trained")
     train, _ = again.build_datasets()
     assert train["label"][:] == [1, 0]
     model: Any = again.build_model()
@@ -48,14 +49,14 @@ def test_a_head_that_knows_the_labels_keeps_their_order(models: Path, tmp_path: 
 
 def test_dropout_is_set_everywhere_but_for_whole_layers() -> None:
     rates: dict[str, Any] = {"attention_dropout": 0.0, "dropout": 0.0, "layerdrop": 0.0, "classifier_dropout": None}
-    config = TextClassification(dropout=0.3).with_dropout(PreTrainedConfig(**rates))
+    config = tiny.task(TextClassification, dropout=0.3).with_dropout(PreTrainedConfig(**rates))
     assert {name: getattr(config, name) for name in rates} == {**dict.fromkeys(rates, 0.3), "layerdrop": 0.0}
 
 
-def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(models: Path, tmp_path: Path) -> None:
+def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(models: Path) -> None:
     settings = {"model": f"{models}/bert", "text_column": "a", "text_pair_column": "b", "label_column": "same"}
     tables = f"a,b,same\nhi,ho,0\nab,{'b' * 50},1\n", "a,b,same\nx,y,0\n"
-    task = classifier(tmp_path, *tables, sequence_length=10, **settings)
+    task = classifier(*tables, sequence_length=10, **settings)
     train, evaluation = task.build_datasets()
     assert train["length"][:] == [6, 10]  # both texts, each after the byte tokenizer's <|endoftext|>
     counted = {"tokens": 16, "truncated": 1, "skipped_rows": 0}

@@ -7,24 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
-from pyarrow import parquet
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.chats import ChatEncoder, as_tools, ends_of_turn
 from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
 from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
 from tests.text import tiny
+from tests.text.tiny import END, write
 
-END = "<|endoftext|>"
-LLAMA = {"model_type": "llama"}
 TEXT, PAIR, CHATS = {"text": "t"}, {"prompt": "q", "completion": "a"}, {"messages": "m"}
 
 
@@ -150,47 +146,33 @@ def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted
 
 
 def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
-    """ShareGPT's names, other names of roles (tried without: nothing is learnt), and content in parts."""
+    """ShareGPT's names, other names of roles, whatever their case (tried without: nothing is learnt), and content in
+    parts. An answer of weight 0 is not learnt."""
     names = {"system": "system", "user": "Human", "assistant": "gpt"}
     sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
     parts = [{"role": names[m["role"]], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in CHAT]
-    for chat in (sharegpt, parts):
-        assert chunks(CHATS, m=[chat])[:] == chunks(CHATS, m=[CHAT])[:]
+    cased = [m | {"role": f" {m['role'].upper()}"} for m in CHAT]
+    whole = chunks(CHATS, m=[CHAT])
+    for chat in (sharegpt, parts, cased):
+        assert chunks(CHATS, m=[chat])[:] == whole[:]
+    weighed = [{"weight": 0 if m["content"] == "Yo" else None, **m} for m in CHAT]
+    assert learnt(whole) == f"Yo{END}{learnt(chunks(CHATS, m=[weighed]))}"
 
 
-def test_roles_are_compared_without_case_and_written_as_the_template_expects() -> None:
-    """Tried without: `Assistant` teaches nothing. Templates may know others, or write them in another way."""
-    chat = [{"role": "User", "content": "Hi"}, {"role": " ASSISTANT", "content": "Yo"}]
-    assert chunks(CHATS, m=[chat])[:] == chunks(CHATS, m=[CHAT[1:3]])[:]
+def test_roles_are_written_as_the_template_expects_and_one_that_nobody_knows_is_named_with_its_turns() -> None:
+    """Templates may know others, or write them in another way."""
     named = (
         "{% for m in messages %}{% if m.role in ['Assistant', 'narrator', 'user'] %}<{{ m.role }}>{{ m.content }}<end>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<Assistant>{% endif %}"
     )
-    named += "{% endif %}{% endfor %}{% if add_generation_prompt %}<Assistant>{% endif %}"
-    told = [{"role": "Narrator", "content": "Once"}, *CHAT[1:3]]
-    table = chunks(CHATS, m=[told], template=named)
+    table = chunks(CHATS, m=[[{"role": "Narrator", "content": "Once"}, *CHAT[1:3]]], template=named)
     assert learnt(table) == "Yo<end>"
-    text = byte_tokenizer().decode(table[0]["input_ids"])
-    assert str(text).startswith("<narrator>Once<end><user>Hi<end><Assistant>Yo")
-
-
-def test_a_role_that_nobody_knows_is_named_with_its_turns() -> None:
+    text = str(byte_tokenizer().decode(table[0]["input_ids"]))
+    assert text.startswith("<narrator>Once<end><user>Hi<end><Assistant>Yo")
     chat = [{"role": role, "content": "a"} for role in ("user", "Bot", "user", "bot", "narrator")]
-    with pytest.raises(
-        ValueError, match="that nobody knows, 2 of the role bot, 1 of the role narrator: neither system"
-    ):
+    says = "of unknown roles, 2 of bot, 1 of narrator: neither system"
+    with pytest.raises(ValueError, match=says):
         chunks(CHATS, m=[chat])
-
-
-def test_arguments_of_calls_are_as_they_were_written() -> None:
-    """With their nulls, types and the order of their keys, which differ by row. Tried with the nulls taken out, and
-    with one type for all rows."""
-    arguments: list[dict[str, Any]] = [
-        {"date": "2024-01-04", "n": None}, {"n": "1", "date": None}, {"n": 1.0, "x": [None, {"a": None}]}, {},
-    ]  # fmt: skip
-    calls = [[{"id": None, "function": {"name": "f", "arguments": of}}] for of in arguments]
-    chats = [[CHAT[1], {"role": "assistant", "tool_calls": call}] for call in calls]
-    turns = [f'<tool_call>{{"name": "f", "arguments": {json.dumps(of)}}}</tool_call><|im_end|>\n' for of in arguments]
-    assert learnt(chunks(CHATS, m=chats, template=QWEN)) == "".join(turns)
 
 
 @pytest.mark.parametrize(
@@ -211,32 +193,48 @@ def test_rows_that_have_their_first_and_last_token_get_no_second_one(
     assert "had_bos_or_eos" not in pack(bare, 512).describe(512)
 
 
-def test_an_answer_of_weight_0_is_not_learnt() -> None:
-    chat = [{"weight": 0 if m["content"] == "Yo" else None, **m} for m in CHAT]
-    whole, part = (chunks(CHATS, m=[messages]) for messages in (CHAT, chat))
-    assert learnt(whole) == f"Yo{END}{learnt(part)}"
-
-
-@pytest.mark.parametrize("arguments", [{"city": "Bern"}, '{"city": "Bern"}'], ids=["a mapping", "JSON"])
-def test_calls_of_tools_are_learnt(arguments: object) -> None:
-    """With the null that a table has for each key which only other messages have, and the tools that there are."""
-    call = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
-    chat = [
-        {"role": "user", "content": "Bern?", "tool_calls": None},
-        {"role": "assistant", "content": None, "tool_calls": call},
-        {"role": "tool", "content": "rain", "tool_calls": None},
-        {"role": "assistant", "content": "Rain.", "tool_calls": None},
+def test_calls_of_tools_are_learnt_with_their_arguments_as_they_were_written() -> None:
+    """With their nulls, types and the order of their keys, which differ by row; and the tools that there are. Tried
+    with the nulls taken out, and with one type for all rows."""
+    arguments: list[Any] = [
+        '{"city": "Bern"}', {"date": "2024-01-04", "n": None}, {"n": "1", "date": None}, {"n": 1.0, "x": [{"a": None}]},
+    ]  # fmt: skip
+    chats = [
+        [
+            {"role": "user", "content": "Bern?", "tool_calls": None},
+            {"role": "assistant", "tool_calls": [{"id": None, "function": {"name": "weather", "arguments": of}}]},
+            {"role": "tool", "content": "rain", "tool_calls": None},
+            {"role": "assistant", "content": "Rain.", "tool_calls": None},
+        ]
+        for of in arguments
     ]
     tools = [json.dumps([{"function": {"name": "weather"}}])]
     form = {"messages": "m", "tools": "t"}
-    for without, begins in ((chat, r"Bern\?"), (CHAT[1:3], "Hi")):
+    for without, begins in ((chats[0], r"Bern\?"), (CHAT[1:3], "Hi")):
         with pytest.raises(ValueError, match=f"leaves out the tools or .* the chat that begins with '{begins}'"):
             chunks(form, m=[without], t=tools)
-    table = chunks(form, m=[chat], t=tools, template=QWEN)
-    turn = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
-    assert learnt(table) == f"{turn}<|im_end|>\nRain.<|im_end|>\n"
+    table = chunks(form, m=chats, t=tools * 4, template=QWEN)
+    written = [of if isinstance(of, str) else json.dumps(of) for of in arguments]
+    turns = [f'<tool_call>{{"name": "weather", "arguments": {of}}}</tool_call><|im_end|>\n' for of in written]
+    assert learnt(table) == "".join(f"{turn}Rain.<|im_end|>\n" for turn in turns)
     text = str(byte_tokenizer().decode(table[0]["input_ids"]))
     assert text.startswith('<|im_start|>system\n[{"function": {"name": "weather"}}]')
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        chunks(CHATS, m=[CHAT], template=REWRITING)
+    assert learnt(chunks(CHATS, m=[CHAT], template=REWRITING, train_on_prompts=True)).startswith("Be brief.HiYo")
+
+
+# --------------------------------------------------------------------------------------------------- ends of a turn
+def ending(turn: str, eos: str = END) -> Any:
+    """A tokenizer whose chat template writes each turn so, and which has a mark to end one."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
+    tokenizer.eos_token = eos
+    return tokenizer
 
 
 @pytest.mark.parametrize(("turn", "ends"), [
@@ -246,33 +244,22 @@ def test_calls_of_tools_are_learnt(arguments: object) -> None:
     ("{{ m.content }}{{ m.id + 1 }}<|end|>", []),  # fails without an id
 ])  # fmt: skip
 def test_the_tokens_that_end_a_turn_are_found_in_the_chat_template(turn: str, ends: list[str]) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
-    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
-    assert ends_of_turn(tokenizer) == ends
+    assert ends_of_turn(ending(turn)) == ends
 
 
 @pytest.mark.parametrize(("eos", "ends"), [("<|endoftext|>", [256, 258]), ("<|end|>", [258, 256])])
 def test_a_base_model_is_exported_to_end_where_its_tokenizer_and_chat_template_do(
-    tmp_path: Path, eos: str, ends: list[int]
+    models: Path, tmp_path: Path, eos: str, ends: list[int]
 ) -> None:
     """And still where it ended before. Tried without the mark of the template: [256]."""
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
-    tokenizer.eos_token = eos
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny.llama(tmp_path / "base"))
+    tokenizer = ending("{{ m.content }}<|end|>", eos)
+    model: Any = AutoModelForCausalLM.from_pretrained(models / "llama")
     save(model, tokenizer, model.state_dict(), tmp_path / "model")
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == ends
     assert AutoConfig.from_pretrained(tmp_path / "model").eos_token_id == tokenizer.eos_token_id
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
-        chunks(CHATS, m=[CHAT], template=REWRITING)
-    assert learnt(chunks(CHATS, m=[CHAT], template=REWRITING, train_on_prompts=True)).startswith("Be brief.HiYo")
-
-
+# ---------------------------------------------------------------------------------------------------------- packing
 def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
     texts = ["x" * int(n) for n in np.random.default_rng(0).integers(1, 40, 300)]
     table = chunks(TEXT, length=64, t=texts)
@@ -290,7 +277,7 @@ def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     """Which are known without asking a device. Padding goes on, and is a document where lengths are given; empty ones
     make their number, and the most tokens, a power of two, so that few shapes occur. Pairs of tokens, of one with
     itself too, are counted as the model's masks have them: tried with the square of the length."""
-    task = CausalLM(dataset="x", architecture=LLAMA, sequence_length=8)
+    task = tiny.task(dataset="x", sequence_length=8)
     chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32)}
     batch = task.collate([[chunk, chunk], [chunk]])
     inputs = batch["inputs"]
@@ -305,41 +292,31 @@ def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- files
-FILES = {
-    "rows.jsonl": "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)),
-    "book.txt": "0123456789" * 10,
-}
+ROWS = [{"text": f"row {i}"} for i in range(20)]
+FILES: dict[str, Any] = {"rows.jsonl": ROWS, "book.txt": "0123456789" * 10}
 
 
-def loaded(task: CausalLM, *columns: str) -> tuple[Dataset, Dataset]:
-    """The rows to train and to evaluate on, with these columns of text."""
-    return task.usable_parts(task.open_rows(), dict.fromkeys(columns, as_text))
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current one, with FILES."""
-    monkeypatch.chdir(tmp_path)
-    for name, content in FILES.items():
-        Path(name).write_text(content)
-    return tmp_path
+def loaded(files: dict[str, Any], **settings: Any) -> list[list[str]]:
+    """The texts of these files to train and to evaluate on."""
+    task = tiny.task(dataset=write(files), packing=False, **settings)
+    return [tiny.texts_of(part.__getitems__([*range(len(part))])) for part in task.build_datasets()]
 
 
 @pytest.mark.parametrize("dataset", FILES)
-def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.MonkeyPatch, dataset: str) -> None:
+def test_tokenizing_and_cutting_are_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str) -> None:
     """A file's content decides, not its time, which tar, rsync and the layers of an image set. Tried without: the old
     rows."""
 
-    def read(content: str = FILES[dataset], **settings: bool) -> tuple[list[str], set[Path]]:
-        Path(dataset).write_text(content)
+    def read(content: bytes = tiny.content(dataset, FILES[dataset]), **more: bool) -> tuple[list[str], set[Path]]:
+        Path(dataset).write_bytes(content)
         os.utime(dataset, (10**9, 10**9))
-        task = CausalLM(dataset=dataset, architecture=LLAMA, sequence_length=32, **settings)
+        task = tiny.task(dataset=dataset, sequence_length=32, **more)
         prints = [task.fingerprint(part) for part in task.build_datasets()]
-        return prints, {*(folder / "cache").rglob("*.arrow")}
+        return prints, {*(tmp_path / "cache").rglob("*.arrow")}
 
     prints, cached = read()
     assert read() == (prints, cached)
-    changed, more = read(FILES[dataset].translate({ord("1"): "7", ord("9"): "8"}))
+    changed, more = read(Path(dataset).read_bytes().translate(bytes.maketrans(b"19", b"78")))
     assert not {*prints} & {*changed}
     assert read() == (prints, more)
     _, others = read(train_on_prompts=True)
@@ -348,77 +325,62 @@ def test_tokenizing_and_cutting_are_done_once(folder: Path, monkeypatch: pytest.
     assert read()[1] > others
 
 
-@pytest.mark.usefixtures("folder")
 def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
-    task = CausalLM(dataset="rows.jsonl", eval_fraction=0.25)
-    parts, again = ([part["text"][:] for part in loaded(task, "text")] for _ in range(2))
+    """At random, or the last rows. A single text is cut near its end."""
+    parts, again = (loaded({"rows.jsonl": ROWS}, eval_fraction=0.25) for _ in range(2))
     assert parts == again
     assert [len(part) for part in parts] == [15, 5]
-    assert sorted(parts[0] + parts[1]) == sorted(f"row {i}" for i in range(20))
-    task = task.model_copy(update={"eval_from": "last"})
-    assert loaded(task, "text")[1]["text"][:] == [f"row {i}" for i in range(15, 20)]
+    assert sorted(parts[0] + parts[1]) == sorted(row["text"] for row in ROWS)
+    _, last = loaded({"rows.jsonl": ROWS}, eval_fraction=0.25, eval_from="last")
+    assert last == [f"row {i}" for i in range(15, 20)]
+    train, evaluation = loaded({"book.txt": FILES["book.txt"]}, sequence_length=32)
+    assert ("".join(train), evaluation) == ("0123456789" * 9, ["0123456789"])
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_single_text_is_cut_near_its_end() -> None:
-    train, evaluation = CausalLM(dataset="book.txt", architecture=LLAMA, sequence_length=32).build_datasets()
-    assert (len(train.chunks), len(evaluation.chunks)) == (3, 1)
-    assert evaluation.describe(32)["tokens"] == 11  # and the end
+ONE: list[Any] = [{"text": "one"}]
+NAMES = ("my-train-0", "training", "my_dev", "testData", "train_test_split_test", ".train_backup")
+SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[str]]]] = {
+    # Kinds of files, as other programs write them.
+    "csv": ({"a.CSV": 'text,n\n"a, b",1\nnull,2\n'}, {}, [["a, b", "null"]]),
+    "tsv": ({"a.tsv": "text\tn\na, b\t1\nnull\t2\n"}, {}, [["a, b", "null"]]),
+    "json": ({"a.json": '[{"text": "a, b", "n": 1}, {"text": "null", "n": 2}]'}, {}, [["a, b", "null"]]),
+    "Excel's, with a byte order mark": ({"a.csv": "\ufefftext,label\none,even\n"}, {}, [["one"]]),
+    "pandas', with its index": ({"a.csv": ",text\n0,one\n"}, {"text_column": "text"}, [["one"]]),
+    "with a long cell": ({"a.csv": f"text,label\none,{'x' * 200_000}\n"}, {}, [["one"]]),
+    # Names of files say their split, and hidden ones are not read. Tried without: the backup is trained on too.
+    **{
+        f"names, {asked} to evaluate on": (
+            {f"data/{name}.parquet": [{"text": name}] for name in NAMES}, {"eval_split": asked},
+            [["my-train-0", "training"], found],
+        )
+        for asked, found in ((None, ["my_dev"]), ("test", ["testData", "train_test_split_test"]))
+    },
+    # So may folders. Tried without: what is to be evaluated on is trained on.
+    "folders": (
+        {f"data/{name}.jsonl": [{"text": name}] for name in ("train/a", "train/b", "Test/a", ".cache/a")}, {},
+        [["train/a", "train/b"], ["Test/a"]],
+    ),
+    "as it was downloaded": (
+        {"hub/README.md": "---\n---\n", "hub/data/test-0.jsonl": [{"text": "b"}], "hub/data/train-0.jsonl": ONE}, {},
+        [["one"], ["b"]],
+    ),
+    # Tried with datasets' reader: refused, as it has no type.
+    "an empty shard": (
+        {"data/train-0.parquet": [], "data/train-1.parquet": ONE, "data/dev.parquet": [{"text": "b"}]}, {},
+        [["one"], ["b"]],
+    ),
+    # A split that is not used need not be readable, and the others may have no columns that are named, as in GLUE.
+    "without a header": (
+        {"data/train.tsv": "it's \"fine\t1\nNA\t0\n", "data/dev.tsv": "b\t1\n", "data/test.tsv": "",
+         "data/README.txt": "no data"},
+        {"column_names": ["words", "label"], "text_column": "words"}, [["it's \"fine", "NA"], ["b"]],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("rows.CSV", 'text,n\n"a, b",1\nnull,2\n'),
-        ("rows.tsv", 'text\tn\na, b\t1\nnull\t2\n'),
-        ("rows.json", '[{"text": "a, b", "n": 1}, {"text": "null", "n": 2}]'),
-    ],
-)  # fmt: skip
-def test_each_kind_of_file_is_read_as_it_stands(tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
-    task = CausalLM(dataset=str(tmp_path / name), eval_from="all")
-    rows, evaluation = loaded(task, "text")
-    assert rows["text"][:] == ["a, b", "null"]
-    assert evaluation is rows
-
-
-def test_names_of_files_say_their_split(tmp_path: Path) -> None:
-    """Hidden ones are not read. Tried without: the backup is trained on too."""
-    for name in ("my-train-0", "training", "my_dev", "testData", "train_test_split_test", ".train_backup"):
-        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / "data" / f"{name}.parquet")
-    for asked, found in ((None, ["my_dev"]), ("test", ["testData", "train_test_split_test"])):
-        parts = loaded(CausalLM(dataset=f"{tmp_path}/data", eval_split=asked), "text")
-        assert [part["text"][:] for part in parts] == [["my-train-0", "training"], found]
-
-
-def test_folders_may_say_a_split_and_a_dataset_is_read_as_it_was_downloaded(tmp_path: Path) -> None:
-    """Tried without: what is to be evaluated on is trained on, or no file is found."""
-    for name in ("data/train/a", "data/train/b", "data/Test/a", "data/.cache/a", "hub/data/test-0", "hub/data/train-0"):
-        Dataset.from_dict({"text": [name]}).to_parquet(tmp_path / f"{name}.parquet")
-    (tmp_path / "hub/README.md").write_text("---\n---\n")
-    for folder, expected in (
-        ("data", [["data/train/a", "data/train/b"], ["data/Test/a"]]),
-        ("hub", [["hub/data/train-0"], ["hub/data/test-0"]]),
-    ):  # fmt: skip
-        parts = loaded(CausalLM(dataset=f"{tmp_path}/{folder}"), "text")
-        assert [part["text"][:] for part in parts] == expected
-
-
-def test_an_empty_shard_has_no_rows(tmp_path: Path) -> None:
-    """Tried with datasets' reader: refused, as it has no type."""
-    for name, rows in (("train-0", []), ("train-1", ["a"]), ("dev", ["b"])):
-        parquet.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"{name}.parquet")
-    parts = loaded(CausalLM(dataset=str(tmp_path)), "text")
-    assert [part["text"][:] for part in parts] == [["a"], ["b"]]
-
-
-def test_a_split_that_is_not_used_need_not_be_readable(tmp_path: Path) -> None:
-    """And the others may have other columns, as in GLUE, or none that is named."""
-    files = {"train.tsv": "it's \"fine\t1\nNA\t0\n", "dev.tsv": "b\t1\n", "test.tsv": "", "README.txt": "no data"}
-    (tmp_path / "data").mkdir()
-    for name, content in files.items():
-        (tmp_path / "data" / name).write_text(content)
-    task = CausalLM(dataset=str(tmp_path / "data"), column_names=["words", "label"])
-    rows, evaluation = loaded(task, "words", "label")
-    assert rows[:] == {"words": ["it's \"fine", "NA"], "label": ["1", "0"]}
-    assert evaluation[:] == {"words": ["b"], "label": ["1"]}
+@pytest.mark.parametrize("case", SPLITS)
+def test_files_of_each_kind_are_read_as_they_stand_and_names_say_their_split(case: str) -> None:
+    files, settings, expected = SPLITS[case]
+    if len(expected) == 1:
+        settings, expected = settings | {"eval_from": "all"}, expected * 2
+    assert loaded(files, **settings) == expected

@@ -2,7 +2,9 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from examples.dpo import Dpo
 from examples.make_text import write
@@ -20,7 +22,7 @@ from src.checkpoint.tensors import saved_tensors
 from src.config.errors import UserError
 from tests.launching import Launch, Run, Whole, needs, slow
 from tests.tasks import Short
-from tests.text.tiny import LLAMA
+from tests.text import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 RESULTS = {"pairs": ("eval/accuracy", 0.95), "tags": ("eval/f1", 0.9)}
@@ -86,14 +88,16 @@ def test_it_learns_what_it_is_to_learn(run: Run, name: str) -> None:
 
 
 @needs("src/tools/evaluate.py")
-@pytest.mark.parametrize("part", ["model", "checkpoints/step_*"])
-def test_its_metrics_are_those_of_the_training(launch: Launch, run: Run, tmp_path: Path, name: str, part: str) -> None:
+def test_its_metrics_are_those_of_the_training(run: Run, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """From what FSDP exported, which transformers loads, and from its checkpoint. Tried with the exported policy as its
     own reference: a loss of log 2."""
-    words = (str(max(run.folder.glob(part))), f"--output={tmp_path}/predictions.parquet")
-    found = json.loads(launch("cpu", *words, script="src/tools/evaluate.py").succeeded().stdout)
-    assert found == pytest.approx({metric: run.summary[metric] for metric in found}, rel=1e-4)
-    assert len(pq.read_table(tmp_path / "predictions.parquet")) == found["eval/examples"]
+    main = import_module("src.tools.evaluate").main
+    for number, part in enumerate(("model", "checkpoints/step_*")):
+        capsys.readouterr()
+        main([str(max(run.folder.glob(part))), f"--output={number}.parquet"])
+        found = json.loads(capsys.readouterr().out)
+        assert found == pytest.approx({metric: run.summary[metric] for metric in found}, rel=1e-4)
+        assert len(pq.read_table(f"{number}.parquet")) == found["eval/examples"]
     auto: Any = AutoModelForCausalLM if name == "pairs" else AutoModelForTokenClassification
     _, loaded = auto.from_pretrained(run.folder / "model", output_loading_info=True)
     assert not any(loaded.values())
@@ -111,41 +115,42 @@ def test_the_reference_of_dpo_is_sharded_stays_as_it_was_and_is_in_no_checkpoint
 
 def test_the_reference_has_no_dropout() -> None:
     """Even when the model is told to train. Tried without: it draws masks of its own."""
-    model = Dpo(architecture={"model_type": "llama", "attention_dropout": 0.5, **LLAMA}).build_model().train()
+    model = tiny.task(Dpo, architecture={"model_type": "llama", "attention_dropout": 0.5, **tiny.LLAMA})
+    model = model.build_model().train()
     tokens = torch.arange(20).view(1, 2, 10)
     assert not model(tokens, tokens).equal(model(tokens, tokens))
     model.policy = model.reference
     assert model(tokens, tokens).abs().max() == 0
 
 
-def refused(task: Any, file: Path, *rows: dict[str, Any]) -> str:
+def task_on(rows: list[Any], kind: Any, model: Path, **settings: Any) -> Any:
+    return tiny.task(kind, model=str(model), dataset=tiny.write({"rows.jsonl": rows}), eval_from="all", **settings)
+
+
+def refused(*rows_and_task: Any, **settings: Any) -> str:
     """What a dataset of these rows is refused with."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(UserError) as error:
-        task.model_copy(update={"dataset": str(file), "eval_from": "all"}).build_datasets()
+        task_on(*rows_and_task, **settings).build_datasets()
     return str(error.value)
 
 
-def test_rows_that_do_not_fit_are_named(models: Path, tmp_path: Path) -> None:
+def test_rows_that_do_not_fit_are_named(models: Path) -> None:
     """One of each part, however many there are. Tried with each: 6,000 lines for tags that have no names."""
-    tags, file = TokenClassification(model=f"{models}/bert"), tmp_path / "rows.jsonl"
     rows = [{"tokens": ["Oslo", "."], "tags": names} for names in (["B-LOC", "O"], ["B-LOC"], ["B-LOC", "LOC"])]
     found = "on has 2 words, tagged B-LOC: give each one of O B-LOC I-LOC (2 of 3 rows do not fit)"
-    says = "\n".join(f"task.dataset={file}: row 2 of the data to {part} {found}" for part in ("train", "evaluate"))
-    assert refused(tags, file, *rows) == says
-    dpo, row = Dpo(model=f"{models}/llama", sequence_length=20), {"prompt": "a", "chosen": "b", "rejected": "c"}
-    assert "line 2: chosen is empty" in refused(dpo, file, row, {**row, "chosen": ""})
+    says = "\n".join(f"task.dataset=rows.jsonl: row 2 of the data to {part} {found}" for part in ("train", "evaluate"))
+    assert refused(rows, TokenClassification, models / "bert") == says
+    row, dpo = {"prompt": "a", "chosen": "b", "rejected": "c"}, (Dpo, models / "llama")
+    assert "line 2: chosen is empty" in refused([row, {**row, "chosen": ""}], *dpo, sequence_length=20)
     says = "task.sequence_length=20: 2 prompts leave no room for an answer; raise it"
-    assert refused(dpo, file, row, {**row, "prompt": "a" * 20}) == says
+    assert refused([row, {**row, "prompt": "a" * 20}], *dpo, sequence_length=20) == says
 
 
-def test_a_dry_run_shows_their_examples(models: Path, tmp_path: Path) -> None:
+def test_a_dry_run_shows_their_examples(models: Path) -> None:
     """Tags at the first piece of each word."""
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"tokens": ["Ur", "."], "tags": ["B-LOC", "O"], "prompt": "a", "chosen": "b", "rejected": "cd"}')
-    tags = TokenClassification(model=f"{models}/bert", dataset=str(file), eval_from="all")
+    row = {"tokens": ["Ur", "."], "tags": ["B-LOC", "O"], "prompt": "a", "chosen": "b", "rejected": "cd"}
+    tags, dpo = task_on([row], TokenClassification, models / "bert"), task_on([row], Dpo, models / "llama")
     assert tags.preview(tags.build_datasets()[0], 0) == "<|endoftext|> Ġ/B-LOC U r Ġ/O ."
-    dpo = Dpo(model=f"{models}/llama", dataset=str(file), eval_from="all")
     shown = json.loads(dpo.preview(dpo.build_datasets()[0], 0))
     assert shown == {"input_ids": "torch.int64 (2, 4), 0 to 256", "labels": "torch.int64 (2, 4), -100 to 256"}
 
@@ -158,38 +163,37 @@ def test_the_check_finds_no_fault(launch: Launch, shared: Path, name: str) -> No
     assert "all checks passed" in task.run(launch, "fsdp", "--check").succeeded().stdout
 
 
-def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path, tmp_path: Path) -> None:
+def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path) -> None:
     """Seven words, of which a tokenizer may drop one: predictions and mistakes have seven tags. Tried without: the
     names after it are one word off, and the row counts as truncated."""
     words, tags = ["the", "", "man", "Anna", "Smith", "saw", "Paris"], ["O", "O", "O", "B-PER", "I-PER", "O", "B-LOC"]
-    file = tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"tokens": words, "tags": tags}))
-    task = TokenClassification(model=f"{models}/bert", dataset=str(file), eval_from="all", sequence_length=64)
-    monkeypatched: Any = task._tokenizer.backend_tokenizer
-    monkeypatched.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]
-    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(shutil.copytree(models / "bert", "bert"))
+    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.save_pretrained("bert")
+    row = {"tokens": words, "tags": tags}
+    task = task_on([row], TokenClassification, Path("bert"), sequence_length=64)
     _, dataset = task.build_datasets()
     assert task.describe("eval", dataset)["truncated"] == 0
     batch = task.collate(dataset.__getitems__([0]))
     references = batch["labels"]
     assert task.count(batch)["targets"] == 6
     predictions = references.clone()
-    predictions[references == task._labels.index("B-LOC")] = 0
+    predictions[references == references[references >= 0][-1]] = 0  # of Paris
     outputs = {"predictions": predictions, "references": references}
     assert task.predictions(outputs, dataset) == {
         "words": [words], "references": [tags], "predictions": [[*tags[:-1], "O"]],
     }  # fmt: skip
     (mistake,) = task.tables(outputs, dataset)["mistakes"]
     assert (mistake["name"], mistake["mistake"]) == ("Paris", "missed")
-    short = task.model_copy(update={"sequence_length": 8})
+    short = task_on([row], TokenClassification, Path("bert"), sequence_length=8)
     _, dataset = short.build_datasets()
     assert short.describe("eval", dataset)["truncated"] == 1
 
 
 def test_names_are_whole() -> None:
     """As in CoNLL-2003: an I- that nothing begins begins a name. Tried without (?!\\S): AB goes on with A."""
-    task = TokenClassification()
+    task = tiny.task(TokenClassification)
     assert task._names([["I-A", "I-A", "I-AB", "O", "B-A", "B-A", "I-A"]]) == {
         (0, 0, 1, "A"), (0, 2, 2, "AB"), (0, 4, 4, "A"), (0, 5, 6, "A"),
     }  # fmt: skip

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM
 from src.config.errors import UserError
 from src.tasks.base import TaskState
 from src.tasks.text import model as four_bit
-from src.tasks.text.causal_lm import CausalLM
 from tests.faults.runs import whole_tensors
-from tests.launching import Launch
+from tests.launching import Launch, slow
 from tests.text import tiny
 from tests.text.conftest import Trained
 from tests.text.tasks import TEXT
@@ -24,15 +23,16 @@ WIDE = tiny.LLAMA | {"hidden_size": 128, "intermediate_size": 256}
 NAME = "lm in 4 bits"
 
 
-def task(model: Path) -> CausalLM:
-    return CausalLM(model=str(model), sequence_length=16, lora={"r": 4, "base_dtype": "nf4"})
+def task(model: Path) -> Any:
+    return tiny.task(model=str(model), sequence_length=16, lora={"r": 4, "base_dtype": "nf4"})
 
 
 def test_the_base_takes_half_a_byte_for_a_weight_and_adapters_are_fp32(tmp_path: Path) -> None:
-    """With its scales. Embedding, norms and output are bf16."""
-    wide = tiny.saved("llama", tmp_path / "wide", **WIDE)
-    model = task(wide).build_model()
+    """With its scales. Embedding, norms and output are bf16. On a CPU with AVX512-BF16, bitsandbytes would reorder the
+    weights in an evaluation, for kernels without a backward pass."""
+    model = task(tiny.saved("llama", tmp_path / "wide", **WIDE)).build_model()
     base = [layer for layer in model.modules() if hasattr(layer, "quant_state")]
+    assert {layer.support_avx512bf16_for_cpu for layer in base} == {False}
     held = sum(tensor.nbytes for layer in base for tensor in layer.state_dict().values())
     weights = sum(layer.in_features * layer.out_features for layer in base)
     assert len(base) == 14
@@ -42,18 +42,24 @@ def test_the_base_takes_half_a_byte_for_a_weight_and_adapters_are_fp32(tmp_path:
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_training_goes_on_after_an_evaluation(models: Path) -> None:
-    """On a CPU with AVX512-BF16, bitsandbytes would have reordered the weights for kernels without a backward pass."""
-    model = task(models / "spread").build_model()
-    assert {layer.support_avx512bf16_for_cpu for layer in model.modules() if hasattr(layer, "quant_state")} == {False}
-
-
-def test_the_loss_is_that_of_a_bf16_base_within_5_percent_after_50_steps(trained: Trained) -> None:
-    bf16, nf4 = (trained(NAME, "alone", *more) for more in (["--task.lora.base_dtype=bf16"], []))
-    assert len(nf4.losses) == 50
+@pytest.mark.parametrize(
+    ("name", "few", "last", "within"),
+    [(NAME, [], 1, 0.05), slow("chat", ["--max_steps=2", "--task.lora.merge=false"], 2, 0.1)],
+)
+def test_the_loss_is_that_of_a_bf16_base_within_5_percent_after_50_steps(
+    trained: Trained, name: str, few: list[str], last: int, within: float
+) -> None:
+    """Of the chat model's real weights within 10%, before a step and after it; measured: 6% and 1.5%. Larger models
+    lose less by four bits."""
+    bf16, nf4 = (
+        trained(name, "alone", *few, *base, launcher_arguments=("--mixed_precision=bf16",))
+        for base in (["--task.lora.base_dtype=bf16"], [] if name == NAME else ["--task.lora.base_dtype=nf4"])
+    )
     assert nf4.losses != bf16.losses
-    assert nf4.losses[-1] == pytest.approx(bf16.losses[-1], rel=0.05)
-    assert nf4.losses[-1] < nf4.losses[0] - 0.5
+    assert nf4.losses[-last:] == pytest.approx(bf16.losses[-last:], rel=within)
+    if name == NAME:
+        assert len(nf4.losses) == 50
+        assert nf4.losses[-1] < nf4.losses[0] - 0.5
     assert "frozen weights in nf4" in nf4.stdout
     assert f"{bf16.summary['parameters']:,} parameters" in nf4.stdout
 
@@ -80,13 +86,12 @@ def test_checkpoints_and_exports_hold_adapters_alone_and_the_merged_model_is_den
 def test_what_cannot_be_in_4_bits_is_one_line(
     shared: Path, models: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for yaml in ("fsdp", "fsdp_cp"):
-        refused = TEXT[NAME].ready(shared).run(launch, yaml)
-        assert refused.exit_code == 2
-        assert refused.messages[0] == (
-            "train.py: task.lora.base_dtype=nf4: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); take "
-            "accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
-        )
+    refused = TEXT[NAME].ready(shared).run(launch, "fsdp_cp")
+    assert refused.exit_code == 2
+    assert refused.messages[0] == (
+        "train.py: task.lora.base_dtype=nf4: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); take "
+        "accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
+    )
     with pytest.raises(UserError, match="^task.lora.base_dtype=nf4: needs --mixed_precision bf16 before train.py$"):
         task(models / "spread").begin(TaskState())
     monkeypatch.setattr(four_bit, "is_bnb_4bit_available", lambda: False)

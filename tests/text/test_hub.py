@@ -1,9 +1,7 @@
-"""Models and data by their name on the Hub, and the way there; nothing is asked of it."""
+"""Models and data by their name on the Hub, and the way there, asked of a stand-in for it on this machine."""
 
-import json
 import shutil
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,11 @@ import huggingface_hub
 import pytest
 
 from src.checkpoint.export import push_to_hub
-from src.tasks.text.causal_lm import CausalLM
+from src.config.errors import UserError
+from src.tasks.text import files as hub
 from src.tasks.text.meta_loading import weight_files
-from tests.launching import PROJECT, clean_environment, mistakes
+from tests.launching import Launch, mistakes
+from tests.text import tiny
 from tests.text.hub import serving
 from train import run_settings
 
@@ -26,41 +26,50 @@ def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     fetched = tmp_path / "models--team--model"
     shutil.copytree(models / "llama", fetched / "snapshots" / "0123abcd")
-    (fetched / "refs").mkdir()
-    (fetched / "refs" / "v2").write_text("0123abcd")
-    task = CausalLM(model="team/model", revision="v2", dataset="team/data", sequence_length=16)
-    here = CausalLM(model=f"{models}/llama", sequence_length=16)
-    named, local = (model.state_dict() for model in (task.build_model(), here.build_model()))
-    assert all(weight.equal(local[name]) for name, weight in named.items())
+    tiny.write({"models--team--model/refs/v2": "0123abcd"})
+    named = {"model": "team/model", "revision": "v2"}
+    task, here = tiny.task(**named, dataset="team/data"), tiny.task(model=f"{models}/llama")
+    weights, local = (of.build_model().lm.state_dict() for of in (task, here))
+    assert all(weight.equal(local[name]) for name, weight in weights.items())
     assert weight_files("team/model", "v2") == [str(fetched / "snapshots/0123abcd/model.safetensors")]
-    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task._cards()[""].items()
-    assert "datasets" not in task.model_copy(update={"dataset": "s3://team/data"})._cards()[""]  # the Hub refuses it
+    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task.cards()[""].items()
+    assert "datasets" not in tiny.task(**named, dataset="s3://team/data").cards()[""]  # the Hub refuses it
 
 
-def test_a_dataset_is_read_as_its_files_on_the_hub_say_and_found_by_its_configuration(tmp_path: Path) -> None:
-    """In a process of its own, which asks a Hub on this machine. Tried with load_dataset: 2024-01-04 00:00:00."""
-    files = {
-        "README.md": "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: a.jsonl\n"
+def test_a_dataset_is_read_as_its_files_on_the_hub_say_and_found_by_its_configuration(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """Or as `hf download` leaves it. Tried with load_dataset: 2024-01-04 00:00:00."""
+    tiny.write({
+        "data/README.md": "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: a.jsonl\n"
         "  - split: test\n    path: b.jsonl\n- config_name: large\n  data_files: c.jsonl\n---\n",
-        "a.jsonl": '{"text": "2024-01-04"}\n\n{"text": "01"}\n',
-        "b.jsonl": '{"text": "1.10"}\n',
-        "c.jsonl": '{"text": "large"}\n',
-    }
-    for name, content in files.items():
-        (tmp_path / "data").mkdir(exist_ok=True)
-        (tmp_path / "data" / name).write_text(content)
-    code = """
-import json, sys
-from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.reading import as_text
-for dataset in sys.argv[1:]:
-    task = CausalLM(dataset=dataset, dataset_config="small")
-    print(json.dumps([part["text"][:] for part in task.usable_parts(task.open_rows(), {"text": as_text})]))
-"""
-    with serving({"team/data": tmp_path / "data"}, tmp_path / "home") as environment:
-        run = [sys.executable, "-c", code, "team/data", str(tmp_path / "data")]  # as `hf download` leaves it, too
-        printed = subprocess.check_output(run, cwd=PROJECT, env=clean_environment(**environment), text=True)
-    assert [*map(json.loads, printed.splitlines())] == [[["2024-01-04", "01"], ["1.10"]]] * 2
+        "data/a.jsonl": '{"text": "2024-01-04"}\n\n{"text": "2024-01-04"}\n',
+        "data/b.jsonl": '{"text": "1.10"}\n',
+        "data/c.jsonl": '{"text": "large"}\n',
+    })  # fmt: skip
+    with serving({"team/data": tmp_path / "data"}, tmp_path / "home") as before:
+        for dataset in ("team/data", tmp_path / "data"):
+            of_small = ("--task.name=causal_lm", f"--task.dataset={dataset}", "--task.dataset_config=small")
+            run = launch("cpu", *of_small, *tiny.NEW_LLAMA, "--dry-run", "--max_steps=1", before=before).succeeded()
+            assert run.stdout.count("⟦2024-01-04<|endoftext|>⟧") == 2
+            assert "large" not in run.stdout
+            assert "eval       sequences 1, tokens 5, " in run.stdout
+
+
+def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would ask six times for each file."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    hub.can_reach_hub.cache_clear()
+    task = tiny.task(model="team/none", dataset="a.jsonl")
+    began = time.monotonic()
+    for load in (task.load_config, task.load_tokenizer):
+        with pytest.raises(UserError) as error:
+            load()
+        says = "the Hub cannot be reached; give a folder that has it, --task.model=FOLDER"
+        assert str(error.value) == f"task.model=team/none: {says}"
+    assert time.monotonic() - began < 20
+    hub.can_reach_hub.cache_clear()
 
 
 # --------------------------------------------------------------------------------------------------------- uploading
@@ -96,8 +105,8 @@ def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(
     with pytest.raises(SystemExit) as end:
         push_to_hub(config)
     says = str(end.value.code)  # text: it is printed, and the exit code is 1
-    assert says.startswith("train.py: push_to_hub=me/other: ")
     command = f"hf upload me/other {config.folder}/model --private" + " --exclude 'merged/*'" * merge
+    assert says.startswith("train.py: push_to_hub=me/other: ")
     assert says.endswith(f"; the run is complete, upload its model with `{command}`")
     assert "\n" not in says
     assert "refused" in says

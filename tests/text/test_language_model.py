@@ -16,11 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from src.config.errors import UserError
 from src.tasks.text import loss as causal_lm
-from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.loss import LanguageModel
 from src.tasks.text.model import Lora
 from src.training.transforms import transform
-from tests.text.tiny import LLAMA, SIZES
+from tests.text import tiny
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -141,7 +140,7 @@ def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")  # without optimizing what is compiled: half the time
     model = build("gpt2", dropout=0.5, n_layer=3)
     if compiled and torch.__version__ < "2.13":
-        with pytest.raises(UserError, match="compile with activation_checkpointing and dropout needs torch 2.13"):
+        with pytest.raises(UserError, match="compile: with activation_checkpointing and dropout it needs torch 2.13"):
             transformed(model, compile=compiled, activation_checkpointing=True)
         return
     transformed(model, compile=compiled, activation_checkpointing=True)
@@ -159,14 +158,11 @@ def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.Monk
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_block_is_compiled_at_most_four_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_block_is_compiled_at_most_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients and without, each with a mask that keeps documents apart and with none. Tried without dynamic
     sizes, and with single rows compiled: 8, which is torch's limit."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    task = CausalLM(dataset="none", architecture=LLAMA | {"model_type": "llama"}, sequence_length=32)
-    model = task.build_model()
+    model = tiny.task(sequence_length=32).build_model()
     transformed(model, rows=4, compile=True, activation_checkpointing=True)
     for documents in (3, 1):
         for height, width in ((4, 24), (4, 30), (2, 24), (1, 18)):  # the last batches are smaller
@@ -222,7 +218,7 @@ def test_adapters_say_from_anywhere_which_model_they_belong_to(tmp_path: Path, m
 
 def test_what_text_does_not_pass_through_is_not_trained() -> None:
     """A vision tower; DDP would wait for its gradients."""
-    vision = {**SIZES, "image_size": 16, "patch_size": 8}
+    vision = {**tiny.SIZES, "image_size": 16, "patch_size": 8}
     config = AutoConfig.for_model("gemma3", text_config=SMALL, vision_config=vision, mm_tokens_per_image=4)
     model = LanguageModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

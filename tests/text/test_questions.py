@@ -1,6 +1,5 @@
 """task.questions: a chat model is asked at the end of its training, with its adapters and without."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.config.errors import UserError
-from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.chats import MOST_TOKENS, Question
 from src.tasks.text.tokenizing import byte_tokenizer
 from tests.launching import Run, Whole, slow
@@ -23,10 +21,11 @@ QUESTIONS = [("What is the?", ["the"]), ("And of?", ["of", "IT"]), ("A much long
 @pytest.fixture(scope="module")
 def arguments(made: Path) -> tuple[str, ...]:
     file = made / "asked.jsonl"
-    file.write_text("".join(json.dumps({"question": q, "facts": facts}) + "\n" for q, facts in QUESTIONS))
+    file.write_bytes(tiny.content(file.name, [{"question": q, "facts": facts} for q, facts in QUESTIONS]))
     data = (f"--task.dataset={made}/questions.jsonl", "--task.sequence_length=128")
     model = (f"--task.model={made}/models/llama", "--task.lora.r=4")
-    return ("--task.name=causal_lm", *data, *model, f"--task.questions={file}", *EARLY, "--optim.lr=3e-2")
+    few = (*EARLY, "--optim.lr=3e-2", "--max_steps=4")
+    return ("--task.name=causal_lm", *data, *model, f"--task.questions={file}", *few)
 
 
 def greedy(model: Any, tokenizer: Any, question: str) -> str:
@@ -39,12 +38,12 @@ def greedy(model: Any, tokenizer: Any, question: str) -> str:
 
 def answers(run: Run) -> list[dict[str, Any]]:
     (record,) = (record for record in run.records if "eval/answers" in record)
-    assert record["step"] == 12
+    assert record["step"] == 4
     return record["eval/answers"]
 
 
 @pytest.mark.parametrize(
-    "yaml", ["cpu", "fsdp", *map(slow, ("ddp", "fsdp_cp", "fsdp_grad_op", "fsdp_offload", "hsdp"))]
+    "yaml", ["fsdp", *map(slow, ("cpu", "ddp", "fsdp_cp", "fsdp_grad_op", "fsdp_offload", "hsdp"))]
 )
 def test_answers_are_those_of_transformers_before_and_after(
     whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str
@@ -73,7 +72,7 @@ def test_an_answer_ends_where_the_models_own_chat_template_ends_a_turn(tmp_path:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|pad|>{% endfor %}"
     tokenizer.save_pretrained(tiny.llama(tmp_path))
-    model = CausalLM(model=str(tmp_path), sequence_length=64).build_model()
+    model = tiny.task(model=str(tmp_path)).build_model()
     assert model.lm.generation_config.eos_token_id == [256, 257]
 
 
@@ -85,31 +84,21 @@ def test_an_answer_is_right_if_it_has_all_the_facts() -> None:
     assert not asked.is_right("It is `save_every`.")
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ('{"question": "Which?", "facts": []}', "facts"),
-        ('{"question": "Which?"}', "facts"),
-        ('{"question": "Which?", "facts": "a"}', "facts"),
-        ('{"question": "Which?", "facts": ["a"], "answer": "b"}', "answer"),
-        ("Which?", "Invalid JSON"),
-    ],
-)
-def test_a_line_that_is_no_question_is_named_before_training(made: Path, tmp_path: Path, line: str, named: str) -> None:
-    file = tmp_path / "asked.jsonl"
-    file.write_text('{"question": "Which?", "facts": ["a"]}\n' + line)
-    with pytest.raises(UserError, match=f"^task.questions={file}, line 2: .*{named}[^\\n]*$"):
-        build(made, file)
+MISTAKES = {
+    '{"question": "Which?", "facts": []}': "line 2: .*facts",
+    '{"question": "Which?"}': "line 2: .*facts",
+    '{"question": "Which?", "facts": "a"}': "line 2: .*facts",
+    '{"question": "Which?", "facts": ["a"], "answer": "b"}': "line 2: .*answer",
+    "Which?": "line 2: .*Invalid JSON",
+}
 
 
-def test_no_questions_or_no_chat_template_are_one_line(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read, .*No such file"):
-        build(made, tmp_path / "none.jsonl")
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(UserError, match="empty.jsonl: it is empty$"):
-        build(made, tmp_path / "empty.jsonl")
-
-
-def build(made: Path, file: Path) -> None:
-    model = str(made / "models/llama")
-    CausalLM(model=model, dataset=f"{made}/questions.jsonl", sequence_length=64, questions=str(file)).build_datasets()
+def test_what_are_no_questions_is_named_before_training(made: Path) -> None:
+    good = '{"question": "Which?", "facts": ["a"]}\n'
+    files = {f"{i}.jsonl": good + line for i, line in enumerate(MISTAKES)} | {"empty.jsonl": ""}
+    tiny.write(files)
+    says = [*MISTAKES.values(), "it is empty", "cannot be read, .*No such file"]
+    for file, named in zip([*files, "none.jsonl"], says, strict=True):
+        task = tiny.task(model=f"{made}/models/llama", dataset=f"{made}/questions.jsonl", questions=file)
+        with pytest.raises(UserError, match=f"^task.questions={file}[:,] .*{named}[^\\n]*$"):
+            task.build_datasets()

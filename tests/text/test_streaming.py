@@ -19,8 +19,7 @@ import pytest
 from pyarrow import parquet
 
 from src.config.errors import RunError
-from src.tasks.base import samples
-from src.tasks.text.causal_lm import CausalLM
+from src.tasks.base import ContextParallel, samples
 from src.tasks.text.files import GROUP_ROWS, find_files, index_files
 from src.tasks.text.packing import best_fit
 from src.tasks.text.reading import ShardReader, cache_folder
@@ -29,77 +28,37 @@ from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order
 from src.tasks.text.streaming.stream import Stream, count_sequences, masses_of, packed
 from src.tasks.text.text_classification import TextClassification
+from tests.faults.runs import cut_back
 from tests.launching import Launch, Run, Started, slow, wait
 from tests.text import tiny
-from tests.text.tasks import over
+from tests.text.conftest import Trained
+from tests.text.tasks import TEXT, over
 
-ARCHITECTURE = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
-ROWS, FILES, STEPS = 3000, 8, 40
-RECORD = """
-import hashlib, json
-import src.training.batches as batches
-unrecorded = batches.training_steps
-def training_steps(run, first, last=None):
-    size = run.config.forward_batch_size(run.world_size)
-    for step, micro_batches in enumerate(unrecorded(run, first, last), start=first + 1):
-        found = {}
-        for number, batch in enumerate(micro_batches):
-            inputs = batch.data["inputs"]
-            for i in range(batch.num_examples):
-                content = inputs["input_ids"][i].numpy().tobytes() + inputs["position_ids"][i].numpy().tobytes()
-                place = (number * size + i) * run.world_size + run.rank
-                found[place] = hashlib.sha256(content).hexdigest()
-        with (run.config.folder / f"sequences-{run.rank}.jsonl").open("a") as file:
-            file.write("\\n" + json.dumps([step, found]) + "\\n")
-        yield micro_batches
-batches.training_steps = training_steps
-"""
-"""Has each process write down the sequences that it reads, each with its place in the global batch."""
+STEPS = 24
 
 
-def write_shards(folder: Path, rows: int, files: int, seed: int = 0, words: int = 12) -> Path:
-    """Files of ragged sizes, two of them empty, in row groups of ragged sizes. A row begins with its number."""
-    folder.mkdir(parents=True)
-    draw = random.Random(seed)
-    cuts = sorted(draw.randrange(rows) for _ in range(files - 3))
-    bounds = [0, *cuts, cuts[1], cuts[1], rows]
-    bounds.sort()
-    for number, (first, last) in enumerate(pairwise(bounds)):
-        texts = [
-            f"<{row}> {' '.join(draw.choices(tiny.WORDS, k=draw.randint(1, 2 * words)))}" for row in range(first, last)
-        ]
-        table = pa.table({"text": pa.array(texts, pa.string())})
-        parquet.write_table(table, folder / f"part-{number:02}.parquet", row_group_size=draw.randint(50, 400))
-    return folder
+@pytest.fixture(scope="session")
+def shards(shared: Path) -> Path:
+    """3,000 rows."""
+    TEXT["mixture, streamed"].ready(shared)
+    return shared / "mixture" / "shards"
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("streaming")
-    write_shards(folder / "other", 300, FILES, seed=1, words=30)
-    return write_shards(folder / "shards", ROWS, FILES)
-
-
-def task(dataset: Path | str = "", **settings: Any) -> CausalLM:
+def task(dataset: Path | str = "", **settings: Any) -> Any:
     """A task that streams."""
-    options = {"streaming": True, "sequence_length": 64, "shuffle_window": 500} | settings
-    return CausalLM(dataset=str(dataset), architecture=ARCHITECTURE, **options)
+    return tiny.task(dataset=str(dataset), **{"streaming": True, "shuffle_window": 500} | settings)
 
 
-def epoch(task: CausalLM, number: int = 0, seed: int = 0) -> Stream:
+def epoch(task: Any, number: int = 0) -> Stream:
     """The training set as an epoch sees it."""
     train, _ = task.build_datasets()
-    return task.augmented(train, [seed, number, 1])
+    return task.augmented(train, [0, number, 1])
 
 
-def rows_of(dataset: Any, of: CausalLM) -> list[int]:
+def rows_of(dataset: Any) -> list[int]:
     """The numbers of the rows that begin in its sequences, in their order."""
-    found = []
-    for i in range(len(dataset)):
-        (sequence,) = samples(dataset, [i])
-        texts = (str(of._tokenizer.decode(chunk["input_ids"])) for chunk in sequence)
-        found += [int(number) for text in texts for number in re.findall(r"<(\d+)>", text)]
-    return found
+    texts = tiny.texts_of([samples(dataset, [i])[0] for i in range(len(dataset))])
+    return [int(number) for text in texts for number in re.findall(r"<(\d+)>", text)]
 
 
 # ------------------------------------------------------------------------------------------------ the order
@@ -116,32 +75,28 @@ def drawn(of: Order, seed: int, epoch: int) -> list[tuple[int, int]]:
 
 def test_an_epoch_has_each_row_of_a_million_in_ragged_files_exactly_once(tmp_path: Path) -> None:
     sizes = np.random.default_rng(0).multinomial(1_000_000, np.random.default_rng(1).dirichlet(np.ones(60)))
+    Path("data").mkdir()
     for number, size in enumerate([0, *sizes.tolist(), 0, 0, 0]):
         rows = pa.table({"text": pa.array(["a"] * size, pa.string())})
-        parquet.write_table(rows, tmp_path / f"{number}.parquet", row_group_size=1000 + 37 * number)
-    index = index_files(find_files(str(tmp_path)), [], tmp_path / "cache")
-    groups = [group[0] for shard in index for group in shard.groups]
+        parquet.write_table(rows, f"data/{number}.parquet", row_group_size=1000 + 37 * number)
+    index = index_files(find_files("data"), [], tmp_path / "cache")
     assert len(index) == 64
-    of = order([groups], 10_000, [1.0], [1])
+    of = order([[group[0] for shard in index for group in shard.groups]], 10_000, [1.0], [1])
     rows = np.concatenate([of.rows(0, 1, window)[1] for window in range(len(of.shares))])
     assert np.array_equal(np.sort(rows), np.arange(1_000_000))
-    assert not np.array_equal(rows, np.concatenate([of.rows(0, 2, window)[1] for window in range(len(of.shares))]))
 
 
-def test_a_window_is_worked_out_without_those_before_it() -> None:
-    whole = order([[3, 40, 7, 20], [9, 9]], 8, [2.0, 1.0], [1, 2])
-    expected = drawn(whole, seed=5, epoch=3)
-    last = order([[3, 40, 7, 20], [9, 9]], 8, [2.0, 1.0], [1, 2]).rows(5, 3, len(whole.shares) - 1)
-    assert [*zip(*(part.tolist() for part in last), strict=True)] == expected[-len(last[0]) :]
-
-
-def test_seed_and_epoch_change_the_order() -> None:
-    of = order([[10, 20, 30]], 15, [1.0], [1])
-    assert len({tuple(drawn(of, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+def test_seed_and_epoch_change_the_order_and_a_window_is_worked_out_without_those_before_it() -> None:
+    ragged = ([[3, 40, 7, 20], [9, 9]], 8, [2.0, 1.0], [1, 2])
+    whole = order(*ragged)
+    assert len({tuple(drawn(whole, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    last = order(*ragged).rows(5, 3, len(whole.shares) - 1)
+    assert [*zip(*(part.tolist() for part in last), strict=True)] == drawn(whole, seed=5, epoch=3)[-len(last[0]) :]
 
 
 def test_a_mixture_has_its_shares_in_each_window_until_a_source_is_used_up() -> None:
-    """Of 7 : 2 : 1 in windows of 100; the second source has 90 rows, twice, the third 500, of which each comes once."""
+    """Of 7 : 2 : 1 in windows of 100; the second source has 90 rows, twice, the third 500, of which each comes once.
+    Shares that are no whole rows are made good in the next windows."""
     of = order([[1000, 400], [90], [500]], 100, [7.0, 2.0, 1.0], [1, 2, 1])
     assert of.shares[:9].tolist() == [[70, 20, 10]] * 9
     assert of.shares[9].tolist() == [79, 9, 12] or of.shares[9, 1] == 0
@@ -150,13 +105,8 @@ def test_a_mixture_has_its_shares_in_each_window_until_a_source_is_used_up() -> 
         counts = Counter(drawn(of, 0, number))
         assert all(count == (2 if source == 1 else 1) for (source, _), count in counts.items())
         assert Counter(source for source, _ in counts) == {0: 1400, 1: 90, 2: 500}
-
-
-def test_shares_that_are_no_whole_rows_are_made_good_in_the_next_windows() -> None:
-    of = order([[10_000], [10_000], [10_000]], 10, [1.0, 1.0, 1.0], [1, 1, 1])
-    sums = np.cumsum(of.shares, axis=0)
-    exact = np.arange(1, len(sums) + 1)[:, None] * 10 / 3
-    assert np.abs(sums - exact).max() <= 1  # a whole row
+    thirds = np.cumsum(order([[10_000]] * 3, 10, [1.0] * 3, [1] * 3).shares, axis=0)
+    assert np.abs(thirds - np.arange(1, len(thirds) + 1)[:, None] * 10 / 3).max() <= 1  # a whole row
 
 
 def test_windows_of_long_rows_have_fewer_of_them() -> None:
@@ -174,22 +124,15 @@ def test_windows_of_long_rows_have_fewer_of_them() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ packing
-def test_a_window_that_fits_is_packed_as_tightly_as_map_style() -> None:
+def test_a_window_is_packed_as_tightly_as_map_style_or_makes_sequences_a_little_longer_and_loses_nothing() -> None:
     lengths = np.random.default_rng(0).integers(1, 65, 300)
     tight = best_fit(lengths, 64)
-    found = packed(lengths.tolist(), 64, len(tight) + 3)
-    assert found == [*tight, [], [], []]
-
-
-def test_a_window_that_does_not_fit_makes_sequences_a_little_longer_and_loses_nothing() -> None:
-    lengths = np.random.default_rng(0).integers(1, 65, 300)
-    count = len(best_fit(lengths, 64)) * 9 // 10
-    found = packed(lengths.tolist(), 64, count)
+    assert packed(lengths.tolist(), 64, len(tight) + 3) == [*tight, [], [], []]
+    found = packed(lengths.tolist(), 64, count := len(tight) * 9 // 10)
     assert len(found) == count
     assert sorted(i for chunks in found for i in chunks) == [*range(300)]
-    assert (
-        max(lengths[chunks].sum() for chunks in found) <= 64 / 0.9 * 1.1
-    )  # the tokens in 9/10, and what packing loses
+    # the tokens in 9/10, and what packing loses
+    assert max(lengths[chunks].sum() for chunks in found) <= 64 / 0.9 * 1.1
 
 
 KINDS = {"alike": [4.0] * 100, "web, then books": [3.5] * 80 + [6.0] * 20, "sorted": np.linspace(2, 6, 100).tolist()}
@@ -218,66 +161,56 @@ def test_few_windows_do_not_fit(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_each_row_is_in_an_epoch_exactly_once(kind: str, shards: Path, tmp_path: Path) -> None:
+def test_each_row_is_in_an_epoch_exactly_once(kind: str, shards: Path) -> None:
     """Of .jsonl, with files that end within a group, at its end, without an end of line, or are empty."""
-    folder = shards
     if kind == "jsonl":
-        folder = tmp_path / "lines"
-        folder.mkdir()
-        bounds = [0, 7, GROUP_ROWS + 7, 2 * GROUP_ROWS + 6, 2 * GROUP_ROWS + 6, ROWS]
+        bounds = [0, 7, GROUP_ROWS + 7, 2 * GROUP_ROWS + 6, 2 * GROUP_ROWS + 6, 3000]
         for number, (first, last) in enumerate(pairwise(bounds)):
-            lines = [json.dumps({"text": f"<{row}> the of"}) for row in range(first, last)]
-            (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n" * (number % 2 and first < last))
-    of = task(folder)
+            lines = "\n".join(json.dumps({"text": f"<{row}> the of"}) for row in range(first, last))
+            tiny.write({f"lines/{number}.jsonl": lines + "\n" * (number % 2 and first < last)})
+    of = task(shards if kind == "parquet" else "lines")
     train, evaluation = of.build_datasets()
-    held_out = rows_of(evaluation, of)
-    assert sorted(held_out) == [*range(ROWS - len(held_out), ROWS)]
+    held_out = rows_of(evaluation)
+    assert sorted(held_out) == [*range(3000 - len(held_out), 3000)]
     for number in (0, 1):
-        found = rows_of(of.augmented(train, [0, number, 1]), of)
-        assert sorted(found) == [*range(ROWS - len(held_out))]
+        found = rows_of(of.augmented(train, [0, number, 1]))
+        assert sorted(found) == [*range(3000 - len(held_out))]
         assert found != sorted(found)
 
 
-def test_prompts_and_raw_text_lose_nothing_that_map_style_has(tmp_path: Path) -> None:
-    """Neither packed nor, of prompts, one by one."""
-    tiny.questions(tmp_path / "train.jsonl")
-    tiny.questions(tmp_path / "dev.jsonl", rows=9)
+def test_prompts_packed_or_not_and_labelled_rows_lose_nothing_that_map_style_has(models: Path) -> None:
+    """One by one, or a classifier's, which map-style sorts by length, in one batch with their labels."""
+    Path("asked").mkdir()
+    tiny.questions(Path("asked/train.jsonl"))
+    tiny.questions(Path("asked/dev.jsonl"), rows=9)
     for packing in (True, False):
         tokens = []
         for streaming in (True, False):
-            of = task(tmp_path, streaming=streaming, packing=packing)
-            train, _ = of.build_datasets()
+            train, _ = task("asked", streaming=streaming, packing=packing).build_datasets()
             chunks = [chunk for sample in samples(train, [*range(len(train))]) for chunk in sample]
             tokens.append(sorted((chunk["input_ids"].tolist(), chunk["labels"].tolist()) for chunk in chunks))
         assert tokens[0] == tokens[1]
-
-
-def test_a_streamed_classifier_sees_each_row_with_its_label(models: Path, tmp_path: Path) -> None:
-    """As map-style does, which sorts them by length."""
-    tiny.reviews(tmp_path / "reviews")
+    tiny.reviews(Path("reviews"))
+    Path("labelled").mkdir()
     for name, split in (("train.tsv", "train"), ("dev.tsv", "validation")):
-        rows = [line.split("\t") for line in (tmp_path / "reviews" / name).read_text().splitlines()]
-        table = pa.table({"text": [text for text, _ in rows], "label": [label for _, label in rows]})
-        (tmp_path / "shards").mkdir(exist_ok=True)
-        parquet.write_table(table, tmp_path / "shards" / f"{split}.parquet", row_group_size=7)
+        texts, labels = zip(*(line.split("\t") for line in Path("reviews", name).read_text().splitlines()), strict=True)
+        parquet.write_table(pa.table({"text": texts, "label": labels}), f"labelled/{split}.parquet", row_group_size=7)
     found = []
     for streaming in (True, False):
-        of = TextClassification(
-            model=str(models / "bert"), dataset=f"{tmp_path}/shards", streaming=streaming, shuffle_window=50
-        )
+        settings = {"model": f"{models}/bert", "streaming": streaming, "shuffle_window": 50}
+        of = tiny.task(TextClassification, dataset="labelled", **settings)
         train, evaluation = of.build_datasets()
         batch = of.collate(samples(train, [*range(len(train))]))
         pairs = zip(batch["inputs"]["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
-        found.append((sorted(pairs), len(train), len(evaluation), of.state.data))
-        assert of.count(batch)["targets"] == len(train)
+        found.append((sorted(pairs), len(train), len(evaluation), of.count(batch)["targets"]))
     assert found[0] == found[1]
+    assert found[0][1] == found[0][3]
 
 
 # ------------------------------------------------------------------------------------------------ reading
 def test_a_resume_reads_nothing_but_its_window_and_the_next(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At 90% of an epoch, with nothing in the cache but what the start needs."""
-    of = task(shards)
-    stream = epoch(of)
+    of_epoch = epoch(task(shards))
     read: set[int] = set()
     original = ShardReader.read
 
@@ -286,14 +219,14 @@ def test_a_resume_reads_nothing_but_its_window_and_the_next(shards: Path, monkey
         return original(self, number, *more)
 
     monkeypatch.setattr(ShardReader, "read", recorded)
-    for block in stream.blocks.folder.glob("*.arrow"):
+    for block in of_epoch.blocks.folder.glob("*.arrow"):
         block.unlink()
-    first = len(stream) * 9 // 10
-    samples(stream, [first])
-    window = int(np.searchsorted(np.cumsum(stream.counts), first, side="right"))
-    stream._read[max(stream._read)].result()
-    ends = np.cumsum(stream.order.groups[0])
-    due = [stream.order.rows(0, 0, number)[1] for number in (window, window + 1) if number < len(stream.counts)]
+    first = len(of_epoch) * 9 // 10
+    samples(of_epoch, [first])
+    window = int(np.searchsorted(np.cumsum(of_epoch.counts), first, side="right"))
+    of_epoch._read[max(of_epoch._read)].result()
+    ends = np.cumsum(of_epoch.order.groups[0])
+    due = [of_epoch.order.rows(0, 0, n)[1] for n in (window, window + 1) if n < len(of_epoch.counts)]
     assert read == {*np.searchsorted(ends, np.concatenate(due), side="right").tolist()}
     assert len(read) < len(ends) / 2
 
@@ -306,9 +239,8 @@ def test_rows_that_changed_are_tokenized_anew_even_where_the_footer_is_as_before
         rows = ["<0> a", *[middle] * 40, "<9> z"]
         parquet.write_table(pa.table({"text": rows}), file, use_dictionary=False, compression="none")
         os.utime(file, (0, 0))
-        of = task(file, eval_fraction=0.03)
-        train = epoch(of)
-        found.append((train.sources[0].fingerprint, Counter(rows_of(train, of))))
+        train = epoch(task(file, eval_fraction=0.03))
+        found.append((train.sources[0].fingerprint, Counter(rows_of(train))))
     (before, old), (after, new) = found
     assert before == after
     assert old[7] == new[8] == 40
@@ -316,8 +248,7 @@ def test_rows_that_changed_are_tokenized_anew_even_where_the_footer_is_as_before
 
 def test_a_process_that_ends_waits_for_a_block_at_most(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are joined when the main one has ended."""
-    of = task(shards)
-    stream = epoch(of)
+    of_epoch = epoch(task(shards))
     original = Blocks._open
 
     def ended(self: Blocks, *where: Any) -> Any:
@@ -326,25 +257,13 @@ def test_a_process_that_ends_waits_for_a_block_at_most(shards: Path, monkeypatch
 
     monkeypatch.setattr(Blocks, "_open", ended)
     with pytest.raises(RunError, match="the process has ended"):
-        stream.read_window(0)
+        of_epoch.read_window(0)
 
 
-def test_the_cache_is_bounded_and_what_it_lost_is_made_again(shards: Path) -> None:
-    """To the size of about three blocks."""
-    roomy = task(shards)
-    expected = rows_of(epoch(roomy), roomy)
-    sizes = [file.stat().st_size for file in (cache_folder() / "blocks").glob("*.arrow")]
-    for file in (cache_folder() / "blocks").glob("*.arrow"):
-        file.unlink()
-    bounded = task(shards, cache_gb=3 * max(sizes) / 1e9)
-    stream = epoch(bounded)
-    assert rows_of(stream, bounded) == expected
-    kept = [file.stat().st_size for file in (cache_folder() / "blocks").glob("*.arrow")]
-    assert 0 < sum(kept) <= 3 * max(sizes) < sum(sizes)
-
-
-def test_processes_of_a_machine_tokenize_no_block_twice(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads stand in for them."""
+def test_processes_of_a_machine_tokenize_no_block_twice_unless_the_bounded_cache_has_lost_it(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand in for them. Then with a cache of the size of about three blocks."""
     folder = cache_folder() / "blocks"
     made: list[str] = []
     original = Blocks._make
@@ -355,26 +274,44 @@ def test_processes_of_a_machine_tokenize_no_block_twice(shards: Path, monkeypatc
         return original(self, *where)
 
     monkeypatch.setattr(Blocks, "_make", recorded)
-    streams = [epoch(of := task(shards)) for _ in range(3)]
-    threads = [Thread(target=rows_of, args=(stream, of)) for stream in streams]
+    found: list[list[int]] = []
+    streams = [epoch(task(shards)) for _ in range(3)]
+    threads = [Thread(target=lambda of_epoch=of_epoch: found.append(rows_of(of_epoch))) for of_epoch in streams]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(made) == len({*made}) > 10, made
+    sizes = []
+    for file in folder.glob("*.arrow"):
+        sizes.append(file.stat().st_size)
+        file.unlink()
+    assert rows_of(epoch(task(shards, cache_gb=3 * max(sizes) / 1e9))) == found[0] == found[1] == found[2]
+    assert 0 < sum(file.stat().st_size for file in folder.glob("*.arrow")) <= 3 * max(sizes) < sum(sizes)
 
 
 # ------------------------------------------------------------------------------------------------ runs
-def arguments(shards: Path) -> tuple[str, ...]:
-    """A mixture, of which the second source is used up before the end, after it came twice."""
-    other = shards.parent / "other"
-    sources = f"[{{dataset: {shards}, weight: 2}}, {{dataset: {other}, weight: 1, max_epochs: 2}}]"
-    return (
-        "--task.name=causal_lm",
-        f"--task.sources={sources}", "--task.streaming=true", "--task.sequence_length=64",
-        "--task.shuffle_window=500", *tiny.NEW_LLAMA, f"--max_steps={STEPS}", "--log_every=1", "--save_every=3",
-        "--global_batch_size=12", "--optim.lr=1e-3",
-    )  # fmt: skip
+RECORD = """
+import hashlib, json
+import src.training.batches as batches
+unrecorded = batches.training_steps
+def training_steps(run, first, last=None):
+    size = run.config.forward_batch_size(run.world_size)
+    for step, micro_batches in enumerate(unrecorded(run, first, last), start=first + 1):
+        found = {}
+        for number, batch in enumerate(micro_batches):
+            inputs = batch.data["inputs"]
+            for i in range(batch.num_examples):
+                content = inputs["input_ids"][i].numpy().tobytes() + inputs["position_ids"][i].numpy().tobytes()
+                place = (number * size + i) * run.world_size + run.rank
+                found[place] = hashlib.sha256(content).hexdigest()
+        with (run.config.folder / f"sequences-{run.rank}.jsonl").open("a") as file:
+            file.write("\\n" + json.dumps([step, found]) + "\\n")
+        yield micro_batches
+batches.training_steps = training_steps
+"""
+"""Has each process write down the sequences that it reads, each with its place in the global batch."""
+NAME = "mixture, streamed"
 
 
 def how(processes: int) -> tuple[str, dict[str, Any]]:
@@ -394,77 +331,95 @@ def sequences(folder: Path) -> dict[int, dict[int, str]]:
     return found
 
 
-def tokens(run: Run) -> list[tuple[float, float]]:
-    """Those of each source so far, at each step."""
-    return [
-        (record["train/tokens_shards"], record["train/tokens_other"])
-        for record in run.records
-        if "train/loss" in record
-    ]
+def numbers(run: Run, *names: str) -> list[list[float]]:
+    """Those that are recorded at each step."""
+    return [[record[name] for name in names] for record in run.records if names[0] in record]
 
 
-@pytest.fixture(scope="module")
-def whole_run(shards: Path, tmp_path_factory: pytest.TempPathFactory, launch: Launch) -> Run:
+def assert_same(run: Run, whole: Run) -> None:
+    """The curve, and the tokens of each source so far, at each step; the losses of each source at the end."""
+    assert run.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert numbers(run, *TOKENS) == numbers(whole, *TOKENS)
+    for name in ("eval/loss", "eval/loss_shards", "eval/loss_other"):
+        assert run.summary[name] == pytest.approx(whole.summary[name], rel=1e-5)
+
+
+TOKENS = ("train/tokens_shards", "train/tokens_other")
+
+
+@pytest.fixture
+def alone(trained: Trained) -> Run:
     """On one process, uninterrupted."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    return launch("cpu", *arguments(shards), folder=folder, before=RECORD).succeeded()
+    return trained(NAME, before=RECORD)
 
 
-def test_a_mixture_records_losses_and_tokens_by_source(whole_run: Run) -> None:
+def test_a_mixture_records_losses_and_tokens_by_source(alone: Run) -> None:
     """The loss of all targets lies between those of the sources; tokens are all that were trained on."""
-    (*_, (shards, other)) = tokens(whole_run)
+    (*_, (shards, other)) = numbers(alone, *TOKENS)
     assert min(shards, other) > 0
-    trained = [record["perf/padding"] for record in whole_run.records if "perf/padding" in record]
-    assert shards + other == pytest.approx(sum(12 * 64 * (1 - padding) for padding in trained))
-    last = whole_run.records[-1]
-    assert last["eval/loss_shards"] != last["eval/loss_other"]
-    assert min(last["eval/loss_shards"], last["eval/loss_other"]) < last["eval/loss"]
-    assert last["eval/loss"] < max(last["eval/loss_shards"], last["eval/loss_other"])
+    assert shards + other == pytest.approx(
+        sum(12 * 64 * (1 - padding) for (padding,) in numbers(alone, "perf/padding"))
+    )
+    losses = sorted(alone.summary[f"eval/loss{source}"] for source in ("_shards", "", "_other"))
+    assert losses[0] < losses[1] == alone.summary["eval/loss"] < losses[2]
 
 
-@pytest.mark.parametrize(
-    ("processes", "workers"),
-    [(2, 2), (3, 0), slow(1, 2), slow(4, 0), slow(4, 2)],
-)
+@pytest.mark.parametrize(("processes", "workers"), [(2, 2), slow(3, 0), slow(1, 2), slow(4, 0), slow(4, 2)])
 def test_sequences_and_curve_are_the_same_at_any_number_of_processes(
-    processes: int, workers: int, shards: Path, whole_run: Run, launch: Launch, tmp_path: Path
+    processes: int, workers: int, alone: Run, trained: Trained
 ) -> None:
     yaml, more = how(processes)
-    settings = (*arguments(shards), f"--num_workers={workers}")
-    run = launch(yaml, *settings, folder=tmp_path / "run", before=RECORD, **more).succeeded()
-    assert sequences(run.folder) == sequences(whole_run.folder)
+    run = trained(NAME, yaml, f"--num_workers={workers}", before=RECORD, **more)
+    assert sequences(run.folder) == sequences(alone.folder)
     assert len(sequences(run.folder)) == STEPS
-    assert run.losses == pytest.approx(whole_run.losses, rel=1e-5)
-    assert tokens(run) == tokens(whole_run)
+    assert_same(run, alone)
 
 
-@pytest.mark.parametrize("number", [2, slow(20)])
-def test_a_killed_run_goes_on_with_the_same_sequences_at_another_number_of_processes(
-    number: int, shards: Path, whole_run: Run, launch: Launch, tmp_path: Path
+def test_a_run_that_was_killed_goes_on_with_the_next_sequences_at_another_number_of_processes(
+    alone: Run, launch: Launch, shared: Path, tmp_path: Path
 ) -> None:
+    """As it was on one, on two under FSDP. Killed for real, and often: the next test."""
+    folder = cut_back(alone, tmp_path / "run", 12)
+    (folder / "sequences-0.jsonl").unlink()
+    run = TEXT[NAME].ready(shared).run(launch, "fsdp", folder=folder, before=RECORD, processes=2).succeeded()
+    assert sequences(folder) == {step: sequences(alone.folder)[step] for step in range(13, STEPS + 1)}
+    assert_same(run, alone)
+
+
+@pytest.mark.slow
+def test_so_does_one_that_is_killed_twenty_times(alone: Run, launch: Launch, shared: Path, tmp_path: Path) -> None:
     folder, draw, processes = tmp_path / "run", random.Random(0), 1
-    for step in sorted(draw.sample(range(1, STEPS - 1), number)):
+    arguments = TEXT[NAME].ready(shared).arguments
+    for step in sorted(draw.sample(range(1, STEPS - 1), 20)):
         yaml, more = how(processes)
-        with Started(yaml, *arguments(shards), folder=folder, before=RECORD, **more) as started:
+        with Started(yaml, *arguments, folder=folder, before=RECORD, **more) as started:
             # read one step ahead of the one that is computed
             wait(lambda step=step: max(sequences(folder), default=0) > step, say=lambda: started.output)  # type: ignore
             started.kill_all()
         processes = draw.choice([other for other in (1, 2, 3, 4) if other != processes])
     yaml, more = how(processes)
-    run = launch(yaml, *arguments(shards), folder=folder, before=RECORD, **more).succeeded()
-    assert sequences(folder) == sequences(whole_run.folder)
-    assert run.losses == pytest.approx(whole_run.losses, rel=1e-5)
-    assert tokens(run) == tokens(whole_run)
+    run = launch(yaml, *arguments, folder=folder, before=RECORD, **more).succeeded()
+    assert sequences(folder) == sequences(alone.folder)
+    assert_same(run, alone)
 
 
-def test_processes_that_share_sequences_count_each_token_and_target_of_a_source_once(
-    shards: Path, whole_run: Run, launch: Launch
-) -> None:
-    """Tried with counts by every process of a group."""
-    run = launch("fsdp_cp", *arguments(shards), **over(1, 2)).succeeded()
-    assert run.losses == pytest.approx(whole_run.losses, rel=1e-5)
-    assert tokens(run) == tokens(whole_run)
-    evaluated, expected = (
-        {n: v for n, v in of.records[-1].items() if n.startswith("eval/")} for of in (run, whole_run)
-    )
-    assert evaluated == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_that_share_sequences_count_each_token_and_target_of_a_source_once(shards: Path, size: int) -> None:
+    """And know the source of each target. Tried with counts by every process of a group, and with all sources."""
+
+    def counted(cp: ContextParallel) -> Counter[Any]:
+        of = task(sources=[{"dataset": str(shards)}, {"dataset": str(shards.parent / "other")}])
+        of.split_sequences(cp)
+        batch = of.collate(samples(epoch(of), [*range(12)]))
+        counts = of.count(batch)
+        of_targets = zip(batch["sources"].tolist(), batch["inputs"]["targets"].tolist(), strict=True)
+        return Counter({name: int(counts[name]) for name in ("targets", *TOKENS)}) + Counter(of_targets)
+
+    whole = counted(ContextParallel())
+    assert sum((counted(ContextParallel(rank, size)) for rank in range(size)), Counter()) == whole
+    assert min(whole[name] for name in TOKENS) > 0
+
+
+@pytest.mark.slow
+def test_so_they_do_in_a_run(alone: Run, trained: Trained) -> None:
+    assert_same(trained(NAME, "fsdp_cp", "--num_workers=0", **over(1, 2)), alone)

@@ -1,7 +1,6 @@
 """Streamed shards, rows and settings that do not fit: one line that names shard and row, before training where that is
 known; or left out and counted, where the settings say so."""
 
-import json
 import os
 import shutil
 from collections import deque
@@ -15,71 +14,50 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
 from src.config.errors import RunError, UserError
-from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.files import find_files, index_files
 from src.tasks.text.reading import ShardReader
+from src.tasks.text.streaming import stream
 from src.tasks.text.text_classification import TextClassification
 from src.training.workers import load_in_workers
 from tests.text import tiny
+from tests.text.test_bad_text import BAD_ROWS, FIX
+from tests.text.tiny import content, texts_of, write
 from train import run_settings
 
-LLAMA: dict[str, Any] = tiny.SIZES | {"model_type": "llama", "num_hidden_layers": 1}
-ROWS = [{"text": f"line {i}"} for i in range(60)]
-PROMPTS = [{"prompt": f"{i} and", "completion": f" {i + 1}"} for i in range(60)]
-REVIEWS = [{"text": f"line {i}", "label": ("even", "odd")[i % 2]} for i in range(60)]
-SKIP = "or leave out such rows with --task.bad_rows=skip"
-EVALUATED = f"rows in the data to evaluate on cannot be used: fix them, {SKIP}"
-HINT = f"fix it, {SKIP}"
+ROWS: list[Any] = [{"text": f"line {i}"} for i in range(60)]
+TEXTS = [row["text"] for row in ROWS]
+EVALUATED = f"rows in the evaluation data cannot be used: fix them, {FIX}"
+HINT = f"fix it, {FIX}"
 
 
-def content(name: str, rows: list[Any] | bytes) -> bytes:
-    """A shard of these rows: parquet with 25 in a group, or a line for each, JSON where it is no text yet."""
-    if isinstance(rows, bytes):
-        return rows
-    if name.endswith(".parquet"):
-        sink = pa.BufferOutputStream()
-        table = pa.Table.from_pylist(rows) if rows else pa.table({"text": pa.array([], pa.string())})
-        parquet.write_table(table, sink, row_group_size=25, compression="none")
-        return sink.getvalue().to_pybytes()
-    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
-    return b"".join(line + b"\n" for line in lines)
+def lm(dataset: str = "", **settings: Any) -> Any:
+    return tiny.task(dataset=dataset, **{"streaming": True, "sequence_length": 128, "shuffle_window": 40} | settings)
 
 
-def write(files: dict[str, Any]) -> str:
-    """Write these shards below the working folder; return what they are all in."""
-    for name, rows in files.items():
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_bytes(content(name, rows))
-    return next(iter(files)).partition("/")[0]
-
-
-def lm(dataset: str = "", **settings: Any) -> CausalLM:
-    own = {"streaming": True, "architecture": LLAMA, "sequence_length": 128, "shuffle_window": 40}
-    return CausalLM(dataset=dataset, **own | settings)
-
-
-def built(task: Any) -> tuple[Any, Any]:
-    """Its training set, a stream, and its evaluation set."""
-    train, evaluation = task.build_datasets()
-    return train, evaluation
+def classifier(models: Path, **settings: Any) -> Any:
+    own = {"streaming": True, "model": str(models / "bert"), "sequence_length": 32, "shuffle_window": 40}
+    return tiny.task(TextClassification, dataset="a", **own | settings)
 
 
 def epoch(task: Any, train: Any, batch: int = 4) -> Iterator[list[Any]]:
     """The batches of the first epoch, before they are collated."""
-    stream = task.augmented(train, [0, 0, 1])
-    for first in range(0, len(stream), batch):
-        yield stream.__getitems__([*range(first, min(first + batch, len(stream)))])
+    of_epoch = task.augmented(train, [0, 0, 1])
+    for first in range(0, len(of_epoch), batch):
+        yield of_epoch.__getitems__([*range(first, min(first + batch, len(of_epoch)))])
 
 
 def texts(task: Any, train: Any) -> list[str]:
-    """What an epoch shows the model, in its order, without what stands for rows that were left out."""
-    chunks = (chunk for samples in epoch(task, train) for sample in samples for chunk in sample)
-    return [task._tokenizer.decode(chunk["input_ids"], skip_special_tokens=True) for chunk in chunks if chunk["length"]]
+    """What an epoch shows, in its order."""
+    return [text for samples in epoch(task, train) for text in texts_of(samples)]
+
+
+def evaluated(task: Any) -> list[str]:
+    """What an evaluation shows."""
+    _, evaluation = task.build_datasets()
+    return texts_of(evaluation.__getitems__([*range(len(evaluation))]))
 
 
 def skipped(task: Any, train: Any) -> int:
@@ -87,13 +65,8 @@ def skipped(task: Any, train: Any) -> int:
     return sum(task.count(task.collate(samples))["train/skipped_rows"] for samples in epoch(task, train))
 
 
-@pytest.fixture(autouse=True)
-def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def says(kind: type[Exception], does: Callable[[], Any]) -> str:
-    """The lines that it ends with, without the working folder's name in them."""
+    """The lines that it ends with, without the current folder's name in them."""
     with pytest.raises(kind) as error:
         does()
     assert type(error.value) is kind
@@ -101,77 +74,57 @@ def says(kind: type[Exception], does: Callable[[], Any]) -> str:
 
 
 # ------------------------------------------------------------------------------- known before training, * is anything
-def bad(row: Any) -> dict[str, list[Any]]:
-    return {"a/x.jsonl": ROWS[:7], "a/y.jsonl": [*ROWS[:5], row, *ROWS]}
-
-
-NO_PARQUET = "cannot be read, Parquet magic bytes not found in footer. *"
-NO_FILE = "no file there of one of the kinds .txt, .jsonl, .json, .csv, .tsv, .parquet"
+NO_PARQUET = "cannot be read: Parquet magic bytes not found in footer. *"
+NO_FILE = "no files there of the kinds .txt, .jsonl, .json, .csv, .tsv, .parquet"
 BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a number": (bad({"text": 3}), {}, f"a/y.jsonl, line 6: text is int, not text; {HINT}"),
-    "a null": (bad({"text": None}), {}, f"a/y.jsonl, line 6: text is empty; {HINT}"),
-    "an empty text": (bad({"text": " "}), {}, f"a/y.jsonl, line 6: text is empty; {HINT}"),
-    "no such column": (bad({"txt": "a"}), {}, f"a/y.jsonl, line 6: text is empty; {HINT}"),
-    "no JSON": (bad(b'{"text": '), {}, f"a/y.jsonl, line 6: is no JSON object, *; {HINT}"),
-    "a list": (bad(["a"]), {}, f"a/y.jsonl, line 6: is no JSON object, *; {HINT}"),
-    "no UTF-8": (bad(b'{"text": "caf\xe9"}'), {}, f"a/y.jsonl, line 6: text is no Unicode text, *utf-8*; {HINT}"),
-    "half an emoji": (bad({"text": "a \ud83d"}), {}, f"a/y.jsonl, line 6: text is no Unicode text, *; {HINT}"),
-    "too many brackets": (bad(b"[" * 10**5), {}, f"a/y.jsonl, line 6: is no JSON object, *; {HINT}"),
-    "the first line": ({"a.jsonl": [b"{", *ROWS]}, {}, f"a.jsonl, line 1: is no JSON object, *; {HINT}"),
+    **{
+        name: ({"a/x.jsonl": ROWS[:7], "a/y.jsonl": [*ROWS[:5], row, *ROWS]}, {}, f"a/y.jsonl, line 6: {why}; {HINT}")
+        for name, (row, why) in BAD_ROWS.items()
+    },
     "a null in parquet": (
-        {"a.parquet": [*ROWS, {"text": None}, *ROWS]}, {},
-        f"a.parquet, row 61: text is empty; {HINT}",
+        {"a/x.parquet": [*ROWS, {"text": None}, *ROWS]}, {}, f"a/x.parquet, row 61: text is empty; {HINT}",
     ),
     "a row to evaluate on": (
-        {"a.jsonl": [*ROWS, {"text": 3}, ROWS[0]]}, {},
-        f"a.jsonl, line 61: text is int, not text; 1 of 6 {EVALUATED}",
+        {"a/x.jsonl": [*ROWS, {"text": 3}, ROWS[0]]}, {},
+        f"a/x.jsonl, line 61: text is int, not text; 1 of 6 {EVALUATED}",
     ),
-    "a line to evaluate on": ({"a.jsonl": [*ROWS, b"{"]}, {}, "a.jsonl, line 61: is no JSON object, *"),
     "nothing but bad rows": (
-        {"a.jsonl": [{"text": None}] * 60 + ROWS[:6]}, {"bad_rows": "skip", "text_column": "text"},
-        "no row of a sample of the data to train on can be used: *",
+        {"a/x.jsonl": [{"text": None}] * 60 + ROWS[:6]}, {"bad_rows": "skip", "text_column": "text"},
+        "no row in a sample of the training data can be used: *",
     ),
     # Columns and parts.
     "a shard without it": (
-        {"a/x.parquet": ROWS, "a/y.parquet": [{"txt": "a"}]}, {},
-        "a/y.parquet: no column text, as other files have",
+        {"a/x.parquet": ROWS, "a/y.parquet": [{"txt": "a"}]}, {}, "a/y.parquet: no column text, which other files have",
     ),
     "a shard to evaluate on without it": (
         {"a/train.jsonl": ROWS, "a/dev-0.parquet": ROWS, "a/dev-1.parquet": [{"txt": "a"}]}, {},
-        "a/dev-1.parquet: no column text, as other files have",
+        "a/dev-1.parquet: no column text, which other files have",
     ),
     "no shard to evaluate on with it": (
         {"a/train.jsonl": ROWS, "a/dev.parquet": [{"txt": "a"}]}, {},
-        "task.dataset=a: no column text in the data to evaluate on; its columns are txt. Are they kept back, *",
+        "task.dataset=a: no column text in the evaluation data; its columns are txt. Are labels withheld, *",
     ),
     "no shard with it": (
-        {"a.parquet": [{"txt": "a"}] * 60}, {"text_column": "text"},
-        "task.dataset=a.parquet: no column text; its columns are txt",
+        {"a/x.parquet": [{"txt": "a"}] * 60}, {"text_column": "text"},
+        "task.dataset=a: no column text; its columns are txt",
     ),
-    "no usual column": ({"a.parquet": [{"txt": "a"}] * 60}, {}, "which of the dataset's columns txt to train on? *"),
     "no such split": ({"a/train.jsonl": ROWS}, {"train_split": "all"}, "task.train_split=all: a has train"),
-    "no such evaluation": ({"a/train.jsonl": ROWS}, {"eval_split": "dev"}, "task.eval_split=dev: a has train"),
-    "too few rows": ({"a.jsonl": ROWS[:4]}, {}, "task.dataset=a.jsonl: 4 rows are too few to keep 0.1 of them *"),
-    "a single row": ({"a.jsonl": ROWS[:1]}, {"eval_fraction": 0.9}, "task.dataset=a.jsonl: 1 rows are too few *"),
-    "raw text unpacked": ({"a.jsonl": ROWS}, {"packing": False}, "task.packing=false: streamed text *"),
-    # Shards.
-    "no bytes": ({"a.jsonl": b""}, {}, "task.dataset=a.jsonl: no row in its 1 files"),
-    "no rows": ({"a.parquet": []}, {}, "task.dataset=a.parquet: no row in its 1 files"),
+    "too few rows": ({"a/x.jsonl": ROWS[:4]}, {}, "task.dataset=a: 4 rows are too few to hold out 0.1 of them *"),
+    "a single row": ({"a/x.jsonl": ROWS[:1]}, {"eval_fraction": 0.9}, "task.dataset=a: 1 rows are too few *"),
+    "raw text unpacked": ({"a/x.jsonl": ROWS}, {"packing": False}, "task.packing=false: streamed text *"),
+    # Shards, and where they are.
+    "no rows": ({"a/x.parquet": [], "a/y.jsonl": b""}, {}, "task.dataset=a: no row in its 2 files"),
     "no shards": ({"a/x.doc": b"text\na\n"}, {}, f"task.dataset=a: {NO_FILE}"),
-    "cut off": ({"a.parquet": content(".parquet", ROWS)[:-9]}, {}, f"a.parquet: {NO_PARQUET}"),
     "several cut off": (
         {"a/w.parquet": ROWS, "a/x.parquet": content(".parquet", ROWS)[:-9], "a/y.parquet": b"", "a/z.jsonl": ROWS}, {},
-        f"a/x.parquet: {NO_PARQUET}\na/y.parquet: cannot be read, Parquet file size is 0 bytes",
+        f"a/x.parquet: {NO_PARQUET}\na/y.parquet: cannot be read: Parquet file size is 0 bytes",
     ),
-    # Where they are.
     "no such folder": ({}, {"dataset": "memory://nowhere"}, f"task.dataset=memory://nowhere: {NO_FILE}"),
     "no package": (
-        {}, {"dataset": "gs://bucket/a"},
-        "task.dataset=gs://bucket/a: cannot be read, Please install gcsfs *",
+        {}, {"dataset": "gs://bucket/a"}, "task.dataset=gs://bucket/a: cannot be read: Please install gcsfs *",
     ),
     "no such kind of URL": (
-        {}, {"dataset": "ftpp://a/b"},
-        "task.dataset=ftpp://a/b: cannot be read, Protocol not known: *",
+        {}, {"dataset": "ftpp://a/b"}, "task.dataset=ftpp://a/b: cannot be read: Protocol not known: *",
     ),
 }  # fmt: skip
 
@@ -179,8 +132,8 @@ BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BEFORE)
 def test_what_does_not_fit_is_named_before_training(case: str) -> None:
     files, settings, expected = BEFORE[case]
-    task = lm(**({"dataset": write(files)} if files else {}) | settings)
-    said = says(UserError, task.build_datasets)
+    write(files) if files else None
+    said = says(UserError, lm(**{"dataset": "a", **settings}).build_datasets)
     assert fnmatchcase(said, expected), said
     assert said.count("\n") == expected.count("\n")
 
@@ -188,16 +141,14 @@ def test_what_does_not_fit_is_named_before_training(case: str) -> None:
 def test_settings_that_contradict_each_other_are_named_without_loading_anything() -> None:
     write({"a/deep/x.jsonl": ROWS, "b.jsonl": ROWS})
     new = ("--task.name=causal_lm", "--task.streaming=true", *tiny.NEW_LLAMA)
-
-    def refused(*arguments: str) -> str:
-        return says(UserError, lambda: run_settings([*new, *arguments]))
-
     mix = "--task.sources=[{{dataset: a, weight: {}}}, {{dataset: b.jsonl}}]"
-    assert refused(mix.format(0)) == "task.sources: a has a weight of 0: leave it out, or give it a share"
-    assert "must be greater than or equal to 0" in refused(mix.format(-1))
-    both = "task.dataset and task.sources: set one, a dataset or those to mix"
-    assert refused(mix.format(1), "--task.dataset=a") == both
-    assert refused("--task.sources=[{dataset: no.jsonl}]") == "task.dataset=no.jsonl: no such file or folder"
+    for arguments, expected in (
+        ([mix.format(0)], "task.sources: a has a weight of 0: remove it, or give it a weight"),
+        ([mix.format(-1)], "*must be greater than or equal to 0*"),
+        ([mix.format(1), "--task.dataset=a"], "task.dataset and task.sources: set one, a single dataset or a mixture"),
+        (["--task.sources=[{dataset: no.jsonl}]"], "task.dataset=no.jsonl: no such file or folder"),
+    ):
+        assert fnmatchcase(says(UserError, lambda more=arguments: run_settings([*new, *more])), expected)  # type: ignore[misc]
     run_settings([*new, mix.format(1)])  # folders may have folders
 
 
@@ -210,16 +161,14 @@ def test_credentials_that_are_missing_are_named_at_once(monkeypatch: pytest.Monk
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     said = says(UserError, lambda: find_files("s3://bucket/folder"))
-    assert said == "task.dataset=s3://bucket/folder: cannot be read, Unable to locate credentials"
+    assert said == "task.dataset=s3://bucket/folder: cannot be read: Unable to locate credentials"
 
 
 def test_hidden_files_and_those_in_hidden_folders_are_no_shards() -> None:
     """As writers leave them behind. Tried without: their rows are trained on."""
-    unfinished = [{"text": "unfinished"}] * 20
-    hidden = dict.fromkeys(("a/.x.parquet", "a/_x.jsonl", "a/_tmp/x.parquet", "a/b/.git/x.jsonl"), unfinished)
-    task = lm(write({"a/x.parquet": ROWS, "a/b/_SUCCESS": b"", "a/b/x.jsonl": ROWS, **hidden}))
-    train, _ = built(task)
-    assert {*texts(task, train)} == {row["text"] for row in ROWS}
+    hidden = dict.fromkeys(("a/.x.parquet", "a/_x.jsonl", "a/_tmp/x.parquet", "a/b/.git/x.jsonl"), ROWS[:1] * 20)
+    task = lm(write({"a/x.parquet": ROWS[1:], "a/b/_SUCCESS": b"", "a/b/x.jsonl": ROWS[1:], **hidden}))
+    assert {*texts(task, task.build_datasets()[0])} == {*TEXTS[1:]}
     below = Path("_hidden/a").resolve()
     shutil.copytree("a", below)
     assert len(find_files(str(below))) == 2, "a folder above them may be hidden"
@@ -228,159 +177,129 @@ def test_hidden_files_and_those_in_hidden_folders_are_no_shards() -> None:
 def test_the_split_to_train_on_is_not_evaluated_on_too() -> None:
     """Tried with the first split that is usual for evaluation: the only one."""
     task = lm(write({"a/validation.jsonl": ROWS}), train_split="validation")
-    train, evaluation = built(task)
-    assert {*texts(task, train)} == {row["text"] for row in ROWS[:-6]}
-    assert decoded(task, evaluation) == ROWS[-6:]
-
-
-def decoded(task: Any, evaluation: Any) -> list[Any]:
-    """The rows that an evaluation set shows."""
-    chunks = [chunk for sample in evaluation.__getitems__([*range(len(evaluation))]) for chunk in sample]
-    return [{"text": task._tokenizer.decode(chunk["input_ids"], skip_special_tokens=True)} for chunk in chunks]
+    assert {*texts(task, task.build_datasets()[0])} == {*TEXTS[:-6]}
+    assert evaluated(task) == TEXTS[-6:]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_rows_to_evaluate_on_are_those_of_the_file_as_it_is(kind: str) -> None:
     """Also if its size and time are as they were. Tried with a cache that goes by these: the old rows."""
-    dataset = write({f"a/train.{kind}": ROWS, f"a/validation.{kind}": ROWS[:5]})
-    task = lm(dataset)
-    assert decoded(task, built(task)[1]) == ROWS[:5]
+    write({f"a/train.{kind}": ROWS, f"a/validation.{kind}": ROWS[:5]})
+    assert evaluated(lm("a")) == TEXTS[:5]
     file = Path(f"a/validation.{kind}")
     before = file.stat()
     file.write_bytes(file.read_bytes().replace(b"line 3", b"LINE 3"))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    task = lm(dataset)
-    assert decoded(task, built(task)[1]) == [*ROWS[:3], {"text": "LINE 3"}, ROWS[4]]
+    assert evaluated(lm("a")) == [*TEXTS[:3], "LINE 3", TEXTS[4]]
 
 
-def test_shards_to_evaluate_on_are_of_any_kind_and_their_rows_are_named_or_left_out() -> None:
-    """As those to train on. Tried with datasets' reader: no file, row or cause is named."""
-    good = {"a/train.jsonl": ROWS, "a/dev-0.parquet": ROWS[:3], "a/dev-1.jsonl": ROWS[3:5]}
-    task = lm(write(good))
-    assert decoded(task, built(task)[1]) == ROWS[:5]
+def test_shards_to_evaluate_on_are_of_any_kind_and_their_rows_are_named_or_left_out_and_counted() -> None:
+    """As those to train on, over all sources. Tried with datasets' reader: no file, row or cause is named; without the
+    sum: those of the last source."""
+    write({"a/train.jsonl": ROWS, "a/dev-0.parquet": ROWS[:3], "a/dev-1.jsonl": ROWS[3:5]})
+    assert evaluated(lm("a")) == TEXTS[:5]
     # another column of another type in each, a value of another type, a line that is none
     more = [{"text": "a", "id": 1}, {"id": "x", "text": "b"}, {"text": 3}, b"{"]
-    write({"a/dev-2.jsonl": more})
+    write({"a/dev-2.jsonl": more, "b/train.jsonl": ROWS, "b/dev.jsonl": [*ROWS[:3], b"{"]})
     said = says(UserError, lm("a").build_datasets)
     assert said == f"a/dev-2.jsonl, line 3: text is int, not text; 2 of 9 {EVALUATED}"
-    task = lm("a", bad_rows="skip")
-    evaluation = built(task)[1]
-    assert decoded(task, evaluation) == [*ROWS[:5], {"text": "a"}, {"text": "b"}]
-    assert task.describe("eval", evaluation)["skipped_rows"] == 2
-    shutil.rmtree("a")
-    write({"a/train.jsonl": ROWS, "a/dev.jsonl": [{"text": None}]})
-    said = says(UserError, lm("a", bad_rows="skip").build_datasets)
-    assert said == f"a/dev.jsonl, line 1: text is empty; 1 of 1 {EVALUATED}"
-
-
-def test_rows_to_evaluate_on_that_are_left_out_count_over_all_sources() -> None:
-    """Tried without the sum: those of the last source."""
-    write({"a/train.jsonl": ROWS, "a/dev.jsonl": [*ROWS[:3], b"{", {"text": 1}]})
-    write({"b/train.jsonl": ROWS, "b/dev.jsonl": ROWS[:3]})
+    assert evaluated(lm("a", bad_rows="skip")) == [*TEXTS[:5], "a", "b"]
     task = lm(sources=[{"dataset": "a"}, {"dataset": "b"}], bad_rows="skip")
-    assert task.describe("eval", built(task)[1])["skipped_rows"] == 2
+    assert task.describe("eval", task.build_datasets()[1])["skipped_rows"] == 3
+    write({"c/train.jsonl": ROWS, "c/dev.jsonl": [{"text": None}]})
+    said = says(UserError, lm("c", bad_rows="skip").build_datasets)
+    assert said == f"c/dev.jsonl, line 1: text is empty; 1 of 1 {EVALUATED}"
 
 
 def test_names_of_labels_in_parquet_are_those_of_the_labels(models: Path) -> None:
     """Also where the last rows are evaluated on. Tried without the features: 0 and 1."""
-    rows = datasets.Dataset.from_list([{"text": row["text"], "label": i % 2} for i, row in enumerate(REVIEWS)])
-    rows.cast_column("label", datasets.ClassLabel(names=["even", "odd"])).to_parquet("a.parquet")
-    task = classifier("a.parquet", models)
-    built(task)
-    assert task._labels == ["even", "odd"]
+    rows = datasets.Dataset.from_list([{"text": text, "label": i % 2} for i, text in enumerate(TEXTS)])
+    Path("a").mkdir()
+    rows.cast_column("label", datasets.ClassLabel(names=["even", "odd"])).to_parquet("a/x.parquet")
+    task = classifier(models)
+    _, evaluation = task.build_datasets()
+    assert {"label even", "label odd"} <= task.describe("eval", evaluation).keys()
 
 
-class OnTheHub:
-    """What `load_dataset_builder` finds by the names of files."""
-
-    def __init__(self, files: dict[str, list[str]]) -> None:
-        named = {
-            datasets.NamedSplit(split): [str(Path(name).resolve()) for name in names] for split, names in files.items()
-        }
-        self.config = SimpleNamespace(data_files=named)
-
-
-def test_a_dataset_on_the_hub_lacks_a_split_or_has_a_file_that_cannot_be_streamed(
+def test_a_dataset_of_the_hub_is_streamed_from_the_files_that_datasets_finds_for_its_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tried without: a TypeError, as splits are no text, and a KeyError."""
+    """By their URLs, hf://datasets/name@revision/file; here of this machine. Or it lacks a split, or has a file that
+    cannot be streamed. Tried without: a TypeError, as splits are no text, and a KeyError."""
     write({"a/train.jsonl": ROWS, "a/more.txt": b"{}"})
-    files = {"train": ["a/train.jsonl"]}
-    monkeypatch.setattr("src.tasks.text.files.load_dataset_builder", lambda *_: OnTheHub(files))
-    assert says(UserError, lm("org/a", train_split="all").build_datasets) == "task.train_split=all: org/a has train"
-    assert len(built(lm("org/a"))[0]) > 0
-    files["validation"] = ["a/more.txt"]
-    said = says(UserError, lm("org/a").build_datasets)
-    assert said == "a/more.txt: cannot be streamed, only .jsonl, .json, .csv, .tsv, .parquet files"
+    files = {datasets.NamedSplit("train"): [str(Path("a/train.jsonl").resolve())]}
+    found = {("org/a", "small"): SimpleNamespace(config=SimpleNamespace(data_files=files))}
+    monkeypatch.setattr("src.tasks.text.files.load_dataset_builder", lambda *name: found[name])
+    task = lm("org/a", dataset_config="small")
+    assert {*texts(task, task.build_datasets()[0])} == {*TEXTS[:-6]}
+    absent = lm("org/a", dataset_config="small", train_split="all")
+    assert says(UserError, absent.build_datasets) == "task.train_split=all: org/a has train"
+    files[datasets.NamedSplit("validation")] = [str(Path("a/more.txt").resolve())]
+    said = says(UserError, task.build_datasets)
+    assert said == "a/more.txt: cannot be streamed; only .jsonl, .json, .csv, .tsv, .parquet files can"
 
 
 # --------------------------------------------------------------------------------------------- known while training
-@pytest.mark.parametrize("part", ["", "a.jsonl"], ids=["a folder", "a file"])
-def test_a_file_that_changes_on_a_web_server_is_noticed(tmp_path: Path, part: str) -> None:
-    """Of the same size. Tried with what the listing says: nothing of a file."""
-    write({"web/a.jsonl": ROWS})
-    handler = partial(SilentHandler, directory=str(tmp_path / "web"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        found = find_files(f"http://127.0.0.1:{server.server_port}/{part}")
-        reader = ShardReader(index_files(found, [], tmp_path))
-        file = tmp_path / "web/a.jsonl"
-        file.write_bytes(file.read_bytes().replace(b"line 7", b"LINE 7"))
-        os.utime(file, (10**9, 10**9))  # a server tells seconds
-        assert "has changed or is gone since" in says(UserError, lambda: reader.read(0, 7, 8, ["text"]))
-        server.shutdown()
-
-
 class SilentHandler(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
 
+@pytest.mark.parametrize("part", ["", "a.jsonl"], ids=["a folder", "a file"])
+def test_a_file_that_changes_on_a_web_server_is_noticed(part: str) -> None:
+    """Of the same size. Tried with what the listing says: nothing of a file."""
+    write({"web/a.jsonl": ROWS})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SilentHandler, directory="web")) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        reader = reader_of(f"http://127.0.0.1:{server.server_port}/{part}")
+        file = Path("web/a.jsonl")
+        file.write_bytes(file.read_bytes().replace(b"line 7", b"LINE 7"))
+        os.utime(file, (10**9, 10**9))  # a server tells seconds
+        assert "has changed or disappeared since" in says(UserError, lambda: reader.read(0, 7, 8, ["text"]))
+        server.shutdown()
+
+
+def reader_of(dataset: str) -> ShardReader:
+    return ShardReader(index_files(find_files(dataset), [], Path("index")))
+
+
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_shard_that_has_changed_since_it_was_indexed(tmp_path: Path, kind: str) -> None:
-    """Of the same size. Tried without: its rows are mixed with those of the old one."""
-    file = tmp_path / write({f"a.{kind}": ROWS})
-    reader = ShardReader(index_files(find_files(str(file)), [], tmp_path))
+def test_a_shard_that_has_changed_or_is_gone_since_it_was_indexed_is_named(kind: str) -> None:
+    """Of the same size. Tried without: its rows are mixed with those of the old one; a traceback, or six tries."""
+    file = Path.cwd() / write({f"a.{kind}": ROWS})
+    reader = reader_of(str(file))
     file.write_bytes(file.read_bytes().replace(b"line 7", b"LINE 7"))
-    said = says(UserError, lambda: reader.read(0, 0, 3, ("text",)))
-    assert said == f"a.{kind} has changed or is gone since it was indexed: put it back as it was, or begin a new run"
-    reader = ShardReader(index_files(find_files(str(file)), [], tmp_path))
-    assert reader.read(0, 7, 8, ("text",))[0] == {"text": ["LINE 7"]}, "a new run takes the new one"
+    expected = f"a.{kind} has changed or disappeared since it was indexed: restore it, or start a new run"
+    assert says(UserError, lambda: reader.read(0, 0, 3, ("text",))) == expected
+    assert reader_of(str(file)).read(0, 7, 8, ("text",))[0] == {"text": ["LINE 7"]}, "a new run takes the new one"
+    file.unlink()
+    assert says(UserError, lambda: reader.read(0, 0, 3, ("text",))) == expected
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_hard_link_to_a_shard_and_other_permissions_change_nothing(tmp_path: Path, kind: str) -> None:
+def test_a_hard_link_to_a_shard_and_other_permissions_change_nothing(kind: str) -> None:
     """As a backup makes one, in the middle of a run or before it is resumed. Tried with the time of the last change in
     what is compared: the shard "has changed"."""
-    file = tmp_path / write({f"a.{kind}": ROWS})
-    reader = ShardReader(index_files(find_files(str(file)), [], tmp_path))
+    file = Path.cwd() / write({f"a.{kind}": ROWS})
+    reader = reader_of(str(file))
     file.with_suffix(".backup").hardlink_to(file)
     file.chmod(0o444)
     assert reader.read(0, 7, 8, ("text",))[0] == {"text": ["line 7"]}
-    assert ShardReader(index_files(find_files(str(file)), [], tmp_path)).fingerprint == reader.fingerprint
+    assert reader_of(str(file)).fingerprint == reader.fingerprint
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_shard_that_is_gone_is_named(tmp_path: Path, kind: str) -> None:
-    """Tried without: a traceback, or six tries."""
-    file = tmp_path / write({f"a.{kind}": ROWS})
-    reader = ShardReader(index_files(find_files(str(file)), [], tmp_path))
-    file.unlink()
-    assert says(UserError, lambda: reader.read(0, 0, 3, ("text",))).startswith(f"a.{kind} has changed or is gone")
-
-
-def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes() -> None:
+def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that loads data too. Tried without: a traceback of that process."""
-    rows: list[Any] = [{"text": str(i)} for i in range(20_000)]
+    monkeypatch.setattr(stream, "PLACES", 2)  # in the first block of 1,024 rows, and the third
+    rows: list[Any] = [{"text": str(i)} for i in range(5000)]
     rows[1500] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
-    train, _ = built(task)
+    train, _ = task.build_datasets()
     expected = f"a.jsonl, line 1501: text is int, not text; {HINT}"
     assert says(UserError, lambda: [*epoch(task, train)]) == expected
     config: Any = SimpleNamespace(seed=0, num_workers=2, task=task)
-    stream = task.augmented(train, [0, 0, 1])
-    batches = [[i] for i in range(len(stream))]
-    loaded = load_in_workers(config, stream, batches, 0, 0)
+    of_epoch = task.augmented(train, [0, 0, 1])
+    loaded = load_in_workers(config, of_epoch, [[i] for i in range(len(of_epoch))], 0, 0)
     assert says(UserError, lambda: deque(loaded, maxlen=0)) == expected
 
 
@@ -405,61 +324,53 @@ def test_what_a_loading_process_could_not_read_stays_a_run_error() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ left out and counted
-BAD: list[Any] = [
-    {"text": 3}, {"text": None}, {"text": ""}, {"txt": "a"}, {}, b"{", b"[1]", b"null", b'"a"', b"\xff",
-    {"text": "\ud83d"},
-]  # fmt: skip
+BAD: list[Any] = [row for row, _ in BAD_ROWS.values()]
 
 
 def test_bad_rows_are_left_out_and_counted_and_no_others() -> None:
     """In the order of the rows the counts are those of their windows. Tried without: none is counted."""
-    rows = [row for good, bad_row in zip(ROWS[:11], BAD, strict=True) for row in (bad_row, good)] + ROWS[11:]
-    task = lm(
-        write({"a/x.jsonl": rows, "a/y.jsonl": [*ROWS, *BAD[1:3], *ROWS[:4]]}), bad_rows="skip", shuffle_window=20
-    )
-    train, evaluation = built(task)
-    assert len(evaluation) == 1
-    shown = sum(len(sample) for sample in evaluation.__getitems__([0]))
-    assert sorted(texts(task, train)) == sorted(row["text"] for row in [*ROWS, *ROWS, *ROWS[:4]][:-shown])
+    rows = [row for pair in zip(BAD, ROWS, strict=False) for row in pair] + ROWS[len(BAD) :]
+    write({"a/x.jsonl": rows, "a/y.jsonl": [*ROWS, *BAD[1:3], *ROWS[:4]]})
+    task = lm("a", bad_rows="skip", shuffle_window=20)
+    train, _ = task.build_datasets()
+    kept = [*TEXTS, *TEXTS, *TEXTS[:4]]
+    assert sorted(texts(task, train)) == sorted(kept[: -len(evaluated(task))])
     assert skipped(task, train) == len(BAD)
 
 
 def test_a_window_of_nothing_but_bad_rows_is_empty_and_counted() -> None:
     task = lm(write({"a.jsonl": [*ROWS, *[{"text": None}] * 300, *ROWS]}), bad_rows="skip", shuffle_window=50)
-    train, _ = built(task)
+    train, _ = task.build_datasets()
     assert len(texts(task, train)) + skipped(task, train) == sum(train.order.totals)
     for samples in epoch(task, train):
-        batch = task.collate(samples)
         labels = [chunk["labels"] for sample in samples for chunk in sample]
-        assert task.count(batch)["targets"] == sum(map(len, labels))
+        assert task.count(task.collate(samples))["targets"] == sum(map(len, labels))
 
 
 def test_prompts_that_are_not_packed_keep_a_place_for_each_row() -> None:
     """An epoch is as long as its rows are many, whatever is left out."""
+    prompts: list[Any] = [{"prompt": f"{i} and", "completion": f" {i + 1}"} for i in range(60)]
     bad_rows: list[Any] = [{"prompt": None, "completion": "a"}, {"prompt": "a"}, b"{"]
-    task = lm(write({"a.jsonl": [*PROMPTS[:20], *bad_rows, *PROMPTS[20:]]}), bad_rows="skip", packing=False)
-    train, evaluation = built(task)
+    write({"a.jsonl": [*prompts[:20], *bad_rows, *prompts[20:]]})
+    task = lm("a.jsonl", bad_rows="skip", packing=False)
+    train, evaluation = task.build_datasets()
     assert len(train) == 63 - len(evaluation)
-    expected = [row["prompt"] + row["completion"] for row in PROMPTS[: -len(evaluation)]]
+    expected = [row["prompt"] + row["completion"] for row in prompts[: -len(evaluation)]]
     assert sorted(texts(task, train)) == sorted(expected)
     assert skipped(task, train) == 3
 
 
-def classifier(dataset: str, models: Path, **settings: Any) -> TextClassification:
-    own = {"streaming": True, "model": str(models / "bert"), "sequence_length": 32, "shuffle_window": 40}
-    return TextClassification(dataset=dataset, **own | settings)
-
-
 def test_labels_that_no_row_to_evaluate_on_has_are_named_or_left_out(models: Path) -> None:
     """What is left out does not count among the targets of the loss."""
+    reviews = [{"text": text, "label": ("even", "odd")[i % 2]} for i, text in enumerate(TEXTS)]
     bad_rows: list[Any] = [{"text": "a", "label": "prime"}, {"text": "a"}, {"text": 3, "label": "odd"}, b"{"]
-    write({"a.jsonl": [*REVIEWS[:20], *bad_rows, *REVIEWS[20:]]})
-    task = classifier("a.jsonl", models)
-    train, _ = built(task)
+    write({"a/x.jsonl": [*reviews[:20], *bad_rows, *reviews[20:]]})
+    task = classifier(models)
+    train, _ = task.build_datasets()
     said = says(UserError, lambda: [*epoch(task, train)])
-    assert said == f"a.jsonl, line 21: label prime is not among the evaluation data's (even, odd); {HINT}"
-    task = classifier("a.jsonl", models, bad_rows="skip")
-    train, evaluation = built(task)
+    assert said == f"a/x.jsonl, line 21: label prime is not in the evaluation data (even, odd); {HINT}"
+    task = classifier(models, bad_rows="skip")
+    train, evaluation = task.build_datasets()
     assert skipped(task, train) == 4
     assert sum(task.count(task.collate(samples))["targets"] for samples in epoch(task, train)) == 60 - len(evaluation)
     model = task.build_model().eval()

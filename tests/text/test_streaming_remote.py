@@ -19,9 +19,9 @@ from src.config.errors import RunError, UserError
 from src.tasks.text import files
 from src.tasks.text import reading as readers
 from src.tasks.text.files import find_files, index_files
-from src.tasks.text.reading import ShardReader
 from tests.s3 import S3FileSystem, s3_bucket
-from tests.text.test_streaming_input import built, content, decoded, lm, says, texts
+from tests.text.test_streaming_input import evaluated, lm, reader_of, says, texts
+from tests.text.tiny import content, write
 
 NAMES = {"data/x.parquet": range(90), "data/deep/y.jsonl": range(90, 200), "data/z.parquet": range(200, 240)}
 FILES = {name: content(name, [{"text": f"line {i}"} for i in numbers]) for name, numbers in NAMES.items()}
@@ -33,8 +33,7 @@ READ = ("text",)
 def seen(dataset: str) -> list[str]:
     """The texts of the first epoch."""
     task = lm(dataset)
-    train, _ = built(task)
-    return texts(task, train)
+    return texts(task, task.build_datasets()[0])
 
 
 @pytest.fixture
@@ -42,10 +41,7 @@ def calm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What an epoch of the same shards on the disk shows."""
     with monkeypatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache of what is here")
-        for name, shard in FILES.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_bytes(shard)
-        rows = seen(str(tmp_path / "data"))
+        rows = seen(write(FILES))
     # the last group of 40 rows ends with the 24 to evaluate on
     assert Counter(rows) == Counter(f"line {i}" for i in range(240) if not i >= 225)
     return rows
@@ -86,6 +82,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, share: float = 1.
             if only in path and (name not in failed or draw.random() < share):
                 failed[name] += 1
                 raise error
+            time.sleep(0.01)  # a slow network
             return call(system, path, *more, **options)
 
         return attempt
@@ -96,7 +93,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception, share: float = 1.
 
 
 @pytest.mark.parametrize("error", [OSError("reset by peer"), TimeoutError()], ids=lambda e: type(e).__name__)
-def test_elsewhere_the_same_rows_come_in_the_same_order_when_a_third_of_the_calls_fail(
+def test_elsewhere_the_same_rows_come_in_the_same_order_when_a_third_of_the_calls_fail_and_the_others_are_slow(
     memory: str, calm: list[str], waited: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Tried without another try: it ends with the first failure."""
@@ -107,17 +104,6 @@ def test_elsewhere_the_same_rows_come_in_the_same_order_when_a_third_of_the_call
     assert len(waited) == failed.total()
 
 
-def test_a_slow_network_changes_nothing(memory: str, calm: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    read = MemoryFileSystem.cat_file
-
-    def slowly(system: Any, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
-        time.sleep(0.03)
-        return read(system, path, start, end, **options)
-
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", slowly)
-    assert seen(memory) == calm
-
-
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_rows_to_evaluate_on_are_those_of_the_shard_as_it_is_and_read_as_patiently(
     memory: str, waited: list[float], monkeypatch: pytest.MonkeyPatch, kind: str
@@ -126,28 +112,27 @@ def test_rows_to_evaluate_on_are_those_of_the_shard_as_it_is_and_read_as_patient
     fsspec.filesystem("memory").mv("/data/x.parquet", "/data/train.parquet")
     monkeypatch.setattr(files, "WAITS", (0.0,) * 99)
     for word in ("old", "new"):
-        rows = [{"text": f"{word} {i}"} for i in range(5)]
-        fsspec.filesystem("memory").pipe_file(f"/data/validation.{kind}", content(f".{kind}", rows))
-        task = lm(memory)
+        rows = [f"{word} {i}" for i in range(5)]
+        shard = content(f".{kind}", [{"text": row} for row in rows])
+        fsspec.filesystem("memory").pipe_file(f"/data/validation.{kind}", shard)
         with monkeypatch.context() as patch:
             failing(patch, OSError("reset"), share=1 / 3, only="validation")
-            assert decoded(task, built(task)[1]) == rows
+            assert evaluated(lm(memory)) == rows
     assert waited
 
 
 # -------------------------------------------------------------------------------------------------- what stays broken
 @pytest.mark.parametrize("name", ["x.parquet", "y.jsonl"])
 def test_waits_grow_and_then_the_shard_is_named_in_one_line(
-    memory: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch, name: str
+    memory: str, waited: list[float], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A traceback would not say which shard, and a second launch may do."""
-    found = {url: version for url, version in find_files(memory).items() if url.endswith(name)}
-    reader = ShardReader(index_files(found, [], tmp_path))
+    (url,) = (url for url in find_files(memory) if url.endswith(name))
+    reader = reader_of(url)
     failing(monkeypatch, OSError("reset\nby peer"))
     said = says(RunError, lambda: reader.read(0, 0, 3, READ))
-    assert said == f"{next(iter(found))}: cannot be read, tried 6 times, reset by peer"
-    assert waited == [*files.WAITS]
-    assert waited == sorted({*waited})
+    assert said == f"{url}: cannot be read, tried 6 times: reset by peer"
+    assert waited == [*files.WAITS] == sorted({*waited})
 
 
 LASTING = [
@@ -158,45 +143,43 @@ LASTING = [
 
 @pytest.mark.parametrize("error", LASTING, ids=lambda error: type(error).__name__)
 def test_what_another_try_would_not_mend_is_named_at_once(
-    memory: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception
+    memory: str, waited: list[float], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Tried without: half a minute of tries, or a traceback."""
-    reader = ShardReader(index_files(find_files(memory), [], tmp_path))
+    reader = reader_of(memory)
     failing(monkeypatch, error)
     first = reader.groups[0][0].url
-    assert says(UserError, lambda: reader.read(0, 0, 3, READ)).startswith(f"{first}: cannot be read, ")
-    assert says(UserError, lambda: find_files(memory)).startswith(f"task.dataset={memory}: cannot be read, ")
+    assert says(UserError, lambda: reader.read(0, 0, 3, READ)).startswith(f"{first}: cannot be read: ")
+    assert says(UserError, lambda: find_files(memory)).startswith(f"task.dataset={memory}: cannot be read: ")
     assert waited == []
 
 
 def test_bad_parquet_is_not_tried_again_and_all_broken_shards_are_named_at_once(
     memory: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    system = fsspec.filesystem("memory")
-    system.pipe_file("/data/x.parquet", FILES["data/x.parquet"][:-9])
-    system.pipe_file("/data/z.parquet", b"PAR1")
+    fsspec.filesystem("memory").pipe_file("/data/x.parquet", FILES["data/x.parquet"][:-9])
+    fsspec.filesystem("memory").pipe_file("/data/z.parquet", b"PAR1")
     found = find_files(memory)
-    lines = says(UserError, lambda: index_files(found, [], tmp_path)).splitlines()
-    assert [line.partition(": ")[0] for line in lines] == ["memory:///data/x.parquet", "memory:///data/z.parquet"]
+
+    def named() -> list[str]:
+        lines = says(UserError, lambda: index_files(found, [], tmp_path)).splitlines()
+        return [line.rpartition("/")[2].partition(":")[0] for line in lines]
+
+    assert named() == ["x.parquet", "z.parquet"]
     assert waited == []
-    # what is not to be reached is named beside them
     monkeypatch.setattr(files, "WAITS", (0.0,))
     failing(monkeypatch, OSError("reset"), only="y.jsonl")
-    lines = says(UserError, lambda: index_files(found, [], tmp_path)).splitlines()
-    assert len(lines) == 3
-    assert lines[0] == "memory:///data/deep/y.jsonl: cannot be read, tried 2 times, reset"
+    assert named() == ["y.jsonl", "x.parquet", "z.parquet"], "what is not to be reached is named beside them"
 
 
-def test_a_shard_that_changed_elsewhere_is_refused_without_another_try(
-    memory: str, tmp_path: Path, waited: list[float]
-) -> None:
+def test_a_shard_that_changed_elsewhere_is_refused_without_another_try(memory: str, waited: list[float]) -> None:
     """By its size, or where the file system knows a time, by that."""
-    reader = ShardReader(index_files(find_files(memory), [], tmp_path))
+    reader = reader_of(memory)
     for name in NAMES:
         fsspec.filesystem("memory").pipe_file(f"/{name}", FILES[name])
     for number, (shard, *_) in enumerate(reader.groups):
         said = says(UserError, lambda number=number: reader.read(number, 0, 3, READ))  # type: ignore[misc]
-        assert said.startswith(f"{shard.url} has changed or is gone since it was indexed")
+        assert said.startswith(f"{shard.url} has changed or disappeared since it was indexed")
     assert waited == []
 
 
@@ -239,36 +222,15 @@ def test_s3_shows_the_same_rows_in_the_same_order_though_calls_fail(
     assert waited
 
 
-def test_s3_refuses_objects_that_changed_are_gone_or_never_were(
-    bucket: str, tmp_path: Path, waited: list[float]
-) -> None:
-    reader = ShardReader(index_files(find_files(bucket), [], tmp_path))
+def test_s3_refuses_objects_that_changed_are_gone_or_never_were(bucket: str, waited: list[float]) -> None:
+    reader = reader_of(bucket)
     client = boto3.client("s3")
     client.put_object(Bucket="bucket", Key="data/deep/y.jsonl", Body=FILES["data/deep/y.jsonl"].upper())
     client.delete_object(Bucket="bucket", Key="data/x.parquet")
     numbers = {shard.url: number for number, (shard, *_) in enumerate(reader.groups)}
     for name in ("deep/y.jsonl", "x.parquet"):
         said = says(UserError, lambda name=name: reader.read(numbers[f"{bucket}/{name}"], 0, 3, READ))  # type: ignore[misc]
-        assert said.startswith(f"{bucket}/{name} has changed or is gone")
+        assert said.startswith(f"{bucket}/{name} has changed or disappeared")
     assert says(UserError, lambda: find_files("s3://bucket/nowhere")).endswith(".tsv, .parquet")
     assert "bucket does not exist" in says(UserError, lambda: find_files("s3://nowhere/data"))
     assert waited == []
-
-
-def test_a_dataset_of_the_hub_is_streamed_from_the_files_that_datasets_finds_for_its_splits(
-    memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By their URLs, hf://datasets/name@revision/file; here of another file system, as the Hub is out of reach."""
-    urls = [*find_files(memory)]
-    train, validation = [url for url in urls if "/x." not in url], [url for url in urls if "/x." in url]
-    asked: list[Any] = []
-
-    def builder(*name: Any) -> Any:
-        asked.append(name)
-        return SimpleNamespace(config=SimpleNamespace(data_files={"train": train, "validation": validation}))
-
-    monkeypatch.setattr("src.tasks.text.files.load_dataset_builder", builder)
-    task = lm("someone/some", dataset_config="small")
-    stream, _ = task.build_datasets()
-    assert asked == [("someone/some", "small")]
-    assert sorted(texts(task, stream)) == sorted(f"line {i}" for i in range(90, 240))

@@ -5,18 +5,17 @@ from pathlib import Path
 import torch
 
 from src.tasks.text.text_classification import TextClassification
+from tests.text import tiny
 
 
 def test_mistakes_show_the_texts_as_they_were_written_in_the_order_of_the_evaluation_set(
-    models: Path, tmp_path: Path
+    models: Path,
 ) -> None:
     """Tried without the order by length: the texts are another example's. Tried without the cut."""
     rows = ["A\tlong  text, CAFÉ\tits second\tyes\n", f"B\t{'x' * 300}\tb\tno\n", "C\tShort\tc\tyes\n"]
-    for name in ("train", "dev"):
-        (tmp_path / f"{name}.tsv").write_text("id\tfirst\tsecond\tlabel\n" + "".join(rows))
-    task = TextClassification(
-        model=str(models / "bert"), dataset=str(tmp_path), text_column="first", text_pair_column="second"
-    )
+    tiny.write({f"data/{name}.tsv": "id\tfirst\tsecond\tlabel\n" + "".join(rows) for name in ("train", "dev")})
+    pair = {"text_column": "first", "text_pair_column": "second"}
+    task = tiny.task(TextClassification, model=str(models / "bert"), dataset="data", **pair)
     _, evaluation = task.build_datasets()
     references = torch.tensor(evaluation["label"][:])
     outputs = {"references": references, "predictions": 1 - references, "probabilities": torch.eye(2)[1 - references]}
