@@ -40,6 +40,7 @@ MODES: dict[str, Callable[..., bool]] = {
 }
 """Functions that run in place of training, by the setting that chooses them: called with run, train_step, evaluate."""
 DOWNLOADS: dict[str, Callable[[str], Path]] = {
+    # NAME of SCHEME:NAME -> folder
     "wandb": download_artifact,  # room: wandb
 }
 """Functions that download a folder, by the scheme of the setting that names it (SCHEME:NAME)."""

@@ -126,7 +126,7 @@ def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None
     code = f"""
 import sys, train, src.training.batches
 def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)
-src.training.batches.fetch_batch_batch = stop
+src.training.batches.fetch_batch = stop
 sys.argv[1:] = ["--task.source=digits", *{QUIET}, "--output_dir={tmp_path}/run"]
 train.main()
 """

@@ -49,7 +49,7 @@ def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:
         "evaluate: --task.sorce=digits: unknown setting, did you mean task.source?",
     ]
     (output := tmp_path / "predictions.parquet").touch()
-    assert tool(run.folder, f"--output={output}").stderr.startswith(f"evaluate: {output}: exists already; ")
+    assert tool(run.folder, f"--output={output}").stderr.startswith(f"evaluate: {output}: already exists; ")
 
 
 def test_what_the_run_alone_needs_need_not_be_there(tool: Tool, run: Run, tmp_path: Path) -> None:

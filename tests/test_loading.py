@@ -73,7 +73,7 @@ def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None
         order=lambda *_: np.arange(8), augmented=lambda train, _: train, collate=torch.stack,
         count=lambda _: {"targets": 0},
     )  # fmt: skip
-    config = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, micro_batch=lambda _: 4)
+    config = SimpleNamespace(seed=0, global_batch_size=8, num_workers=1, task=task, forward_batch_size=lambda _: 4)
     run: Any = SimpleNamespace(config=config, train_set=Noise(), steps_per_epoch=1, total_steps=2, data_size=2)
     run.device, drawn = torch.device("cpu"), []
     for run.data_rank in (0, 1):

@@ -117,5 +117,5 @@ def test_steps_to_profile_that_are_none_are_refused() -> None:
         (line,) = mistakes(f"--profile_steps={steps}")
         assert line == f"profile_steps={steps}: name the first and the last step, such as 10:15"
     run = Mock(total_steps=9, config=Mock(profile_steps="10:15"))
-    with pytest.raises(UserError, match="profile_steps=10:15: the run has only 9 steps; name some of them"):
+    with pytest.raises(UserError, match="profile_steps=10:15: the run has only 9 steps; choose among them"):
         performance.start_profiler(run)

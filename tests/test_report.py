@@ -52,7 +52,7 @@ def page(*folders: Path) -> str:
     return target.read_text()
 
 
-ODD, NONE = "not as a run writes its files", "holds no run"
+ODD, NONE = "files are not as a run writes them", "not a run's folder"
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_the_terminal_tells_the_start_the_course_and_the_end_and_nothing_else(di
     assert re.match(r" +23/115  loss \d\.\d{4}  lr .* samples/s  eta \d\d:\d\d\n", rest)
     end = rest.partition("\ndone in ")[2].splitlines()[1:]
     reports = (path.stem for path in digits.folder.glob("*.html"))
-    assert [line.split()[0] for line in end] == ["model", "record", *reports, *LAST]
+    assert [line.split()[0] for line in end] == ["model", "log", *reports, *LAST]
     assert digits.stderr == ""
 
 

@@ -134,6 +134,9 @@ class Task(StatefulSettings):
     """What to do first with a trained model: a verb, and the program that does it."""
     splits_sequences: ClassVar[bool] = False
     """Whether several processes can split each example, which is a sequence: see `TaskState.cp`."""
+    skips_weights: ClassVar[bool] = False
+    """Whether `build_model` itself puts parameters on the meta device where `TaskState.has_weights` is false."""
+
     # ------------------------------------------------------------------------------------------------------ required
 
     @abstractmethod
@@ -276,9 +279,11 @@ def parameters_on(device: torch.device) -> Iterator[None]:
 
 
 def build_skeleton(task: Task) -> nn.Module:
-    """Return the task's model with parameters on the meta device, without reading weights, to plan a run. Raise a
-    UserError if it cannot be built that way."""
+    """Return the task's model with parameters on the meta device, reading no weights, to plan a run. Raise a UserError
+    if it cannot be built so."""
     task.state.has_weights = False
+    if task.skips_weights:
+        return task.build_model()
     on_meta = parameters_on(torch.device("meta"))
     with on_meta, explained("its model reads values that a plan does not have, ", RuntimeError):
         return task.build_model()

@@ -26,6 +26,6 @@ def test_too_many_in_a_row_end_with_one_line_that_names_the_last_checkpoint(laun
     run = launch("ddp", *TINY, "--max_bad_steps=3", FAULT="nan forever", FAULT_RANK="1", FAULT_STEP="5")
     assert run.exit_code != 0
     (line,) = run.messages
-    assert "3 steps in a row" in line
+    assert "3 consecutive steps had non-finite gradients" in line
     assert str(run.folder / "checkpoints" / "step_00000004") in line
     assert checkpoints(run.folder) == [4]

@@ -110,7 +110,7 @@ def state_with(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], N
 
 CHANGED: tuple[str, ...] = ("--optim.lr=0.001", "--global_batch_size=8", "--micro_batch_size=4", "--epochs=11")
 CHANGED += ("--wandb.tags=[x]",)  # room: wandb
-USE = f", and this code reads version {FORMAT_VERSION}: use the code that saved it, or begin a new run"
+USE = f", but this code reads version {FORMAT_VERSION}: use the code that saved it, or begin a new run"
 REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...], list[str]]] = {
     # tried without comparing the name with the state: it goes on from step 8, as if it were 12
     "names that were swapped": (swap_names, (), [

@@ -162,7 +162,8 @@ def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Who
     assert (tmp_path / "alone" / "manifest.json").exists()
     before = contents(tmp_path)
     again = launch("cpu", *TINY, folder=folder).succeeded()
-    assert again.stdout.splitlines()[-1].endswith("this run has finished; raise --epochs or --max_steps")
+    says = "this run has finished; to train longer, raise --epochs or --max_steps"
+    assert again.stdout.splitlines()[-1].endswith(says)
     assert contents(tmp_path) == before
 
 

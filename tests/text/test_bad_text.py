@@ -117,7 +117,7 @@ DATA: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     (
         TRAIN | {"data/test.jsonl": [{"text": "a"}]}, BERT,
         "task.dataset=data: no column label in the evaluation data; its columns are text. Are labels withheld, as "
-        "at Kaggle? Without that file, a part of the training data is held out",
+        "on Kaggle? Without that file, a part of the training data is held out",
     ),
     # Labels.
     (

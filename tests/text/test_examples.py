@@ -138,7 +138,9 @@ def test_rows_that_do_not_fit_are_named(models: Path) -> None:
     """One of each part, however many there are. Tried with each: 6,000 lines for tags that have no names."""
     rows = [{"tokens": ["Oslo", "."], "tags": names} for names in (["B-LOC", "O"], ["B-LOC"], ["B-LOC", "LOC"])]
     found = "on has 2 words, tagged B-LOC: give each one of O B-LOC I-LOC (2 of 3 rows do not fit)"
-    says = "\n".join(f"task.dataset=rows.jsonl: row 2 of the data to {part} {found}" for part in ("train", "evaluate"))
+    says = "\n".join(
+        f"task.dataset=rows.jsonl: row 2 of the {part} data {found}" for part in ("training", "evaluation")
+    )
     assert refused(rows, TokenClassification, models / "bert") == says
     row, dpo = {"prompt": "a", "chosen": "b", "rejected": "c"}, (Dpo, models / "llama")
     assert "line 2: chosen is empty" in refused([row, {**row, "chosen": ""}], *dpo, sequence_length=20)

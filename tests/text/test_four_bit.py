@@ -89,7 +89,7 @@ def test_what_cannot_be_in_4_bits_is_one_line(
     refused = TEXT[NAME].ready(shared).run(launch, "fsdp_cp")
     assert refused.exit_code == 2
     assert refused.messages[0] == (
-        "train.py: task.lora.base_dtype=nf4: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); take "
+        "train.py: task.lora.base_dtype=nf4: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); use "
         "accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
     )
     with pytest.raises(UserError, match="^task.lora.base_dtype=nf4: needs --mixed_precision bf16 before train.py$"):

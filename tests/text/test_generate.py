@@ -83,7 +83,7 @@ def test_the_continuation_is_printed_and_ends_at_the_models_limit(
 @pytest.mark.parametrize(
     ("template", "says", "begins", "goes_on"),
     [
-        (None, "no chat template: each line is continued by itself", "<|endoftext|>the", "<|endoftext|>of"),
+        (None, "no chat template: each line is completed by itself", "<|endoftext|>the", "<|endoftext|>of"),
         (TEMPLATE, "chat (", "[user]the[a]", "[user]the[assistant]ANSWER[user]of[a]"),
     ],
     ids=["lines", "chat"],
@@ -115,7 +115,7 @@ def test_mistakes_are_one_line(folder: str, models: Path) -> None:
         ([folder, "--prompt="], "--prompt is empty"),
         (
             [folder, "--prompt", "x" * 300],
-            "301 tokens, with all that was said before, and the model sees at most 256",
+            "the prompt and the chat so far have 301 tokens, but the model's limit is 256",
         ),
         ([folder, "--prompt=x", "--temperature=-1"], "has to be a strictly positive float"),
         (["nothing", "--prompt=x"], "neither a run's output folder, nor a model, nor a checkpoint"),

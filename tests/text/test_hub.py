@@ -32,8 +32,8 @@ def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(
     weights, local = (of.build_model().lm.state_dict() for of in (task, here))
     assert all(weight.equal(local[name]) for name, weight in weights.items())
     assert weight_files("team/model", "v2") == [str(fetched / "snapshots/0123abcd/model.safetensors")]
-    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task.cards()[""].items()
-    assert "datasets" not in tiny.task(**named, dataset="s3://team/data").cards()[""]  # the Hub refuses it
+    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task._cards()[""].items()
+    assert "datasets" not in tiny.task(**named, dataset="s3://team/data")._cards()[""]  # the Hub refuses it
 
 
 def test_a_dataset_is_read_as_its_files_on_the_hub_say_and_found_by_its_configuration(
@@ -101,6 +101,8 @@ def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(
         f"--output_dir={tmp_path}/run", "--push_to_hub=me/other", "--task.name=causal_lm", "--task.lora.r=4",
         f"--task.model={made}/models/llama", f"--task.dataset={made}/questions.jsonl", f"--task.lora.merge={merge}",
     ])  # fmt: skip
+    if merge:
+        tiny.write({f"{config.folder}/model/{part}README.md": "a card" for part in ("", "merged/")})
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as where it was away at the start
     with pytest.raises(SystemExit) as end:
         push_to_hub(config)

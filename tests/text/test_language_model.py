@@ -63,7 +63,7 @@ def gradients(model: LanguageModel, inputs: dict[str, Tensor]) -> tuple[Tensor, 
 def transformed(model: torch.nn.Module, rows: int = 1, **settings: bool) -> None:
     """As train.py does it, in place, with micro-batches of so many rows."""
     off = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False}
-    config: Any = SimpleNamespace(**(off | settings), micro_batch=lambda processes: rows // processes)
+    config: Any = SimpleNamespace(**(off | settings), forward_batch_size=lambda processes: rows // processes)
     accelerator: Any = SimpleNamespace(num_processes=1, torch_device_mesh=None)
     transform(model, config, accelerator)
 

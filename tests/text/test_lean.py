@@ -94,7 +94,7 @@ def test_each_weight_is_bitwise_what_one_process_loads(
         (lambda file: file.unlink(), "cannot be loaded: No such file"),
         (lambda file: file.write_bytes(file.read_bytes()[:-100]), "cannot be loaded: "),
         # it has the embeddings; tied ones are named too, if neither of them is there
-        (lambda file: save_file({}, file, {"format": "pt"}), "missing or of another shape (lm_head.weight, model.em"),
+        (lambda file: save_file({}, file, {"format": "pt"}), "missing or have another shape (lm_head.weight, model.em"),
     ],
     ids=["missing", "cut off", "without its weights"],
 )

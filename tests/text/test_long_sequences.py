@@ -126,7 +126,7 @@ def test_the_parts_of_a_batch_add_up_to_it(made: Path, size: int, packing: bool)
 
     def collated(cp: ContextParallel) -> Any:
         task = tiny.task(dataset=f"{made}/questions.jsonl", packing=packing)
-        task.split_sequences(cp)
+        task.state.cp = cp
         dataset, _ = task.build_datasets()
         batch = task.collate(dataset.__getitems__([*range(5)]))
         inputs = batch["inputs"]

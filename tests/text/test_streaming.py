@@ -409,7 +409,7 @@ def test_processes_that_share_sequences_count_each_token_and_target_of_a_source_
 
     def counted(cp: ContextParallel) -> Counter[Any]:
         of = task(sources=[{"dataset": str(shards)}, {"dataset": str(shards.parent / "other")}])
-        of.split_sequences(cp)
+        of.state.cp = cp
         batch = of.collate(samples(epoch(of), [*range(12)]))
         counts = of.count(batch)
         of_targets = zip(batch["sources"].tolist(), batch["inputs"]["targets"].tolist(), strict=True)

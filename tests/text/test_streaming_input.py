@@ -113,7 +113,7 @@ BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a single row": ({"a/x.jsonl": ROWS[:1]}, {"eval_fraction": 0.9}, "task.dataset=a: 1 rows are too few *"),
     "raw text unpacked": ({"a/x.jsonl": ROWS}, {"packing": False}, "task.packing=false: streamed text *"),
     # Shards, and where they are.
-    "no rows": ({"a/x.parquet": [], "a/y.jsonl": b""}, {}, "task.dataset=a: no row in its 2 files"),
+    "no rows": ({"a/x.parquet": [], "a/y.jsonl": b""}, {}, "task.dataset=a: its files (2) have no rows"),
     "no shards": ({"a/x.doc": b"text\na\n"}, {}, f"task.dataset=a: {NO_FILE}"),
     "several cut off": (
         {"a/w.parquet": ROWS, "a/x.parquet": content(".parquet", ROWS)[:-9], "a/y.parquet": b"", "a/z.jsonl": ROWS}, {},

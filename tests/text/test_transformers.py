@@ -49,7 +49,7 @@ def test_packed_or_not_the_loss_and_the_operations_of_the_same_documents_are_the
     sequences, more = (run.summary["data"]["train"]["sequences"] for run in (packed, apart))
     assert sequences < more / 2
     assert apart.summary["built_whole"]
-    assert "each process built all of it first" in apart.stdout
+    assert "each process built the whole model first" in apart.stdout
     assert operations(apart) == pytest.approx(operations(packed))
 
 

@@ -179,7 +179,7 @@ class CausalLM(Decoder):
         if not self.packing and "text" in self._columns:
             raise UserError("task.packing=false: streamed text yields an unknown number of sequences: set packing=true")
         capacity = self.sequence_length if self.packing else None
-        if not self.is_streaming:  # loaded rows are encoded already
+        if not self.streaming:  # loaded rows are encoded already
             columns = dict.fromkeys(columns, as_is)
         return build_stream(self, rows, columns, self._chunker, capacity)
 
@@ -213,7 +213,7 @@ class CausalLM(Decoder):
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
         }
         if self.is_tokenized_late:  # room: streaming
-            batch |= counts_by_source(self.source_names, [*chain.from_iterable(samples)], "labels")
+            batch |= counts_by_source(self, [*chain.from_iterable(samples)], "labels")
         return own_part(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
@@ -258,7 +258,7 @@ class CausalLM(Decoder):
         sums = values.new_zeros(len(inputs["input_ids"]), 3).index_add(0, rows, values)
         return nats.sum(), {
             **dict(zip(SUMS, sums.unbind(1), strict=True)),
-            **sums_by_source(self.source_names, batch, nats, rows, len(sums)),  # room: streaming
+            **sums_by_source(self, batch, nats, rows, len(sums)),  # room: streaming
         }
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
@@ -266,7 +266,7 @@ class CausalLM(Decoder):
         return {
             "perplexity": math.exp(min(nats / targets, 700.0)),
             "accuracy": correct / targets,
-            **losses_by_source(self.source_names, outputs),  # room: streaming
+            **losses_by_source(self, outputs),  # room: streaming
         }
 
     def load_export(self, folder: Path) -> LanguageModel:

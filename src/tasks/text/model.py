@@ -49,7 +49,7 @@ from transformers.trainer_utils import align_special_tokens
 from src.config.errors import UserError, explained, refuse
 from src.config.groups import Fraction
 from src.config.settings import ResumeSafe, SafeReopens, Settings, nearest, read_yaml
-from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors
+from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading
 from src.tasks.text.meta_loading import (
@@ -348,6 +348,7 @@ class FineTuning(TextTask):
     """Name of the transformers model inside the trained module."""
     exports_adapters: ClassVar[bool] = True
     """Whether adapters are exported on their own."""
+    skips_weights = True
     has_new_head: ClassVar[bool] = False
     """Whether the layers after the base model, and a pooler, are new if the checkpoint has none that fit."""
     model: str | None = None
@@ -424,7 +425,8 @@ class FineTuning(TextTask):
 
     def build_model(self) -> Any:
         if not self.state.has_weights:  # room: plan
-            model = self.new_model()
+            with parameters_on(torch.device("meta")):
+                model = self.new_model()
             if self.lora.base_dtype == "nf4":
                 give_four_bits(model)
             return self.finish(model)

@@ -69,7 +69,7 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
         start = 0
         for chunk in sample:
             end = start + len(chunk["input_ids"])
-            if end == start:  # room: streaming
+            if end == start:
                 continue  # it stands for a skipped row
             input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
             position_ids[row, start:] = places[: width - start]

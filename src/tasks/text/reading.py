@@ -47,6 +47,7 @@ from src.tasks.text.files import (
     patiently,
     splits_of,
 )
+from src.tasks.text.streaming.order import hold_out
 
 Rows = dict[str, list[Any]]
 """Values of rows, by column."""
@@ -295,8 +296,6 @@ CODE = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py")
 PART_NAMES = {"train": "the training data", "eval": "the evaluation data"}
 REASON = "why this row cannot be used"
 """Name of a column that is added to those of the data."""
-HELD_OUT = 1000  # room: streaming
-"""Maximum number of rows held out from the end of streamed data for evaluation, if it has no split for that."""
 SKIP = "or skip such rows with --task.bad_rows=skip"
 
 
@@ -349,30 +348,18 @@ class TextTask(Task):
     @property
     def parts(self) -> list[MixtureSource]:
         """Return the datasets to read: those of the mixture, or the only one."""
-        if self.sources and self.eval_from != "all":  # room: streaming
+        if self.sources:  # room: streaming
             return self.sources
         return [MixtureSource(dataset=self.dataset, dataset_config=self.dataset_config)]
 
     @property
-    def is_streaming(self) -> bool:  # room: streaming
-        """Return whether files are read during training."""
-        return self.streaming and self.eval_from != "all"
-
-    @cached_property
-    def source_names(self) -> list[str]:  # room: streaming
-        """Return the names of a mixture's sources: the last part of each dataset's path, with a number unless it is
-        unique. Empty if there is no mixture."""
-        stems = [Path(part.dataset).stem for part in self.parts if self.parts is self.sources]
-        return [stem if stems.count(stem) == 1 else f"{stem}_{number}" for number, stem in enumerate(stems, start=1)]
-
-    @property
     def is_tokenized_late(self) -> bool:  # room: streaming
         """Return whether rows are tokenized during training, as those of a mixture are too."""
-        return self.is_streaming or self.parts is self.sources
+        return self.streaming or bool(self.sources)
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
-        if self.parts is self.sources:  # room: streaming
+        if self.sources:  # room: streaming
             if self.dataset:
                 yield "task.dataset and task.sources: set one, a single dataset or a mixture"
             for source in self.sources:
@@ -384,11 +371,9 @@ class TextTask(Task):
             is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.dataset)
             if not part.dataset:
                 yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
-            elif self.is_streaming and (is_local or "://" in part.dataset):  # room: streaming
-                pass  # it is checked once it is listed
             elif is_local and (error := path_error(path)):
                 yield f"task.dataset={path}: {error}"
-            elif not is_local and not is_hub_name:
+            elif not is_local and not is_hub_name and "://" not in part.dataset:
                 yield f"task.dataset={path}: no such file or folder"
         if self.eval_split == self.train_split and self.eval_from != "all":
             says = "is the training split; leave it unset to hold out a part of that for evaluation"
@@ -424,12 +409,12 @@ class TextTask(Task):
             files = splits_of(part.dataset, part.dataset_config)
             # on the Hub, a .txt has one document per line, and compressed files would have to be unpacked
             others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
-            if self.is_streaming:  # room: streaming
+            if self.streaming:  # room: streaming
                 refuse(f"{name}: cannot be streamed; only {', '.join(KINDS[1:])} files can" for name in others)
             if others or not files:
                 tables: Any = load_dataset(part.dataset, part.dataset_config)
                 return tables
-            if not self.is_streaming:  # room: streaming
+            if not self.streaming:  # room: streaming
                 files = DownloadManager().download(files)
             folders = {name.rpartition("/")[0] for names in files.values() for name in names}
             versions = {name: version for folder in folders for name, version in find_files(folder).items()}
@@ -452,9 +437,12 @@ class TextTask(Task):
         rows may not be skipped, or too few rows are left."""
         trained, evaluated = [], []
         for part in opened:
-            if self.is_streaming:  # room: streaming
+            if self.streaming:  # room: streaming
                 require_columns(columns, part.train, part.dataset)
-                kept = None if part.evaluation else self._hold_out(part)
+                kept = None
+                if not part.evaluation:
+                    sizes = part.train.sizes
+                    kept = hold_out(sizes, self._num_held_out(int(sizes.sum()), part.dataset))
                 evaluated.append(self._usable_rows(part, part.evaluation or part.train, columns, "eval", kept))
                 trained.append(part.train)
                 continue
@@ -510,14 +498,6 @@ class TextTask(Task):
             says = f"{num_rows} rows are too few to hold out {self.eval_fraction:g} of them for evaluation"
             raise UserError(f"task.dataset={dataset}: {says} (task.eval_fraction)")
         return size
-
-    def _hold_out(self, part: Opened) -> list[RowRange]:  # room: streaming
-        """Remove the end of the last group from the training rows, and return it."""
-        sizes = part.train.sizes
-        size = min(HELD_OUT, self._num_held_out(int(sizes.sum()), part.dataset), int(sizes[-1]))
-        sizes[-1] -= size
-        first = int(sizes[-1])
-        return [(len(sizes) - 1, first, first + size)]
 
 
 def require_columns(columns: Encoders, source: Source, dataset: str, where: str = "") -> None:

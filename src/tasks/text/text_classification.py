@@ -140,14 +140,15 @@ class TextClassification(FineTuning):
         names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
         rows = [{name: sample[name] for name in names} for sample in samples]
         inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
-        batch = {
+        counts: Batch = {}
+        if self.is_tokenized_late:  # room: streaming
+            counts = counts_by_source(self, samples, "label")
+        return {
             "inputs": dict(inputs),
             "labels": torch.tensor([sample["label"] for sample in samples]),
             "tokens": sum(sample["length"] for sample in samples),
+            **counts,
         }
-        if self.is_tokenized_late:  # room: streaming
-            batch |= counts_by_source(self.source_names, samples, "label")
-        return batch
 
     @property
     def _config(self) -> PreTrainedConfig:
@@ -188,9 +189,9 @@ class TextClassification(FineTuning):
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensors]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
-        if self.source_names:  # room: streaming
+        if self.sources:  # room: streaming
             losses, rows = cross_entropy(logits, labels, reduction="none"), torch.arange(len(labels)).to(labels.device)
-            outputs |= sums_by_source(self.source_names, batch, losses, rows, len(labels))
+            outputs |= sums_by_source(self, batch, losses, rows, len(labels))
         return cross_entropy(logits, labels, reduction="sum"), outputs
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
@@ -199,7 +200,7 @@ class TextClassification(FineTuning):
             **load_metric("Accuracy").compute(**labels),
             **load_metric("F1").compute(**labels, labels=len(self._labels)),
             **load_metric("Matthews").compute(**labels),
-            **losses_by_source(self.source_names, outputs),  # room: streaming
+            **losses_by_source(self, outputs),  # room: streaming
         }
 
     def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:

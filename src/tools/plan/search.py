@@ -77,5 +77,5 @@ def _measure_safely(setup: Setup, share: float) -> Measured:
         return measure(setup, share)
     except (torch.OutOfMemoryError, UserError):
         raise
-    except Exception as error:  # of any library: some exceptions can't be pickled
+    except Exception as error:  # of any library: not every exception can be sent to another process
         raise UserError(f"cannot be measured: {type(error).__name__}: {cause(error)}") from None

@@ -10,6 +10,18 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+HELD_OUT = 1000
+"""Maximum number of rows held out from the end of streamed data for evaluation, if it has no split for that."""
+
+
+def hold_out(sizes: np.ndarray, wanted: int) -> list[tuple[int, int, int]]:
+    """Take up to `wanted` rows off the end of the last group of these sizes, in place. Return their range: the group,
+    its first row, and the row after its last."""
+    size = min(HELD_OUT, wanted, int(sizes[-1]))
+    sizes[-1] -= size
+    first = int(sizes[-1])
+    return [(len(sizes) - 1, first, first + size)]
+
 
 @dataclass(frozen=True, eq=False)
 class Order:
