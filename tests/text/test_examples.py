@@ -137,7 +137,7 @@ def refused(*rows_and_task: Any, **settings: Any) -> str:
 def test_rows_that_do_not_fit_are_named(models: Path) -> None:
     """One of each part, however many there are. Tried with each: 6,000 lines for tags that have no names."""
     rows = [{"tokens": ["Oslo", "."], "tags": names} for names in (["B-LOC", "O"], ["B-LOC"], ["B-LOC", "LOC"])]
-    found = "on has 2 words, tagged B-LOC: give each one of O B-LOC I-LOC (2 of 3 rows do not fit)"
+    found = "has 2 words, tagged B-LOC: give each one of O B-LOC I-LOC (2 of 3 rows do not fit)"
     says = "\n".join(
         f"task.dataset=rows.jsonl: row 2 of the {part} data {found}" for part in ("training", "evaluation")
     )
