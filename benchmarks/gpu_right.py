@@ -148,11 +148,11 @@ def compare_with_masks(run: Any, micro_batches: Any, take: Callable[[], Any], fo
 
 def shared_by_one(bench: Bench) -> Iterator[Finding]:
     """A group of one process that shares its sequences: all-to-alls on the GPU, by NCCL, that change nothing."""
-    found = bench.train("shared", "fsdp", bench.text | {"max_steps": 2}, acts={1: exchange_with_itself}).found
+    found = bench.train("shared", "fsdp", bench.text | {"max_steps": 2}, acts={1: all_to_all_with_itself}).found
     yield Finding("all-to-alls of a group of one: difference of the loss in bf16", found["difference"], at_most=0)
 
 
-def exchange_with_itself(run: Any, micro_batches: Any, take: Callable[[], Any], found: dict[str, Any]) -> Any:
+def all_to_all_with_itself(run: Any, micro_batches: Any, take: Callable[[], Any], found: dict[str, Any]) -> Any:
     decoder, data = run.accelerator.unwrap_model(run.model).hf, micro_batches[0].data
     group = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
     alone = run.task.loss(run.model, data)
