@@ -21,7 +21,6 @@ from src.config.config import load_config
 from src.config.errors import UserError, refuse
 from src.config.settings import read_yaml
 from src.tasks import TASKS
-from src.tasks.base import build_skeleton
 from src.tasks.mnist import Mnist
 from src.tools.plan import search
 from src.tools.plan.__main__ import main
@@ -435,7 +434,7 @@ def test_a_model_that_reads_its_weights_while_it_is_built() -> None:
 
     says = r"^its model reads values that a plan does not have, Tensor.item\(\) cannot be called"
     with pytest.raises(UserError, match=says):
-        build_skeleton(Reading())
+        Reading().build_skeleton()
 
 
 @needs_text

@@ -1,8 +1,11 @@
 """A task is frozen settings, and what a run finds out is an object of its own."""
 
+import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from torch import nn
 
 from src.tasks.base import ContextParallel, Task, TaskState
-from tests.launching import PROJECT
+from tests.launching import PROJECT, Launch
 from train import run_settings
 
 
@@ -90,3 +93,20 @@ def test_a_run_whose_task_is_compared_begins_again_with_what_the_data_hold() -> 
     one.build_datasets()
     again = one.begin(replace(one.state, notes=[]))
     assert (again.build_model().in_features, again.state.notes) == (3, [])
+
+
+def test_the_task_in_the_readme_is_complete_and_trains_as_it_stands_there(  # room: template
+    launch: Launch, tmp_path: Path
+) -> None:
+    """In at most 25 lines, sharded. Tried without its blocks: FSDP has nothing to shard."""
+    (code,) = re.findall(r"```python\n(import torch.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
+    assert code.count("\n") <= 25
+    for name in ("src", "accelerate_configs"):
+        shutil.copytree(PROJECT / name, tmp_path / name)
+    shutil.copy(PROJECT / "train.py", tmp_path)
+    (tmp_path / "src/tasks/mine.py").write_text(code)
+    tasks = tmp_path / "src/tasks/__init__.py"
+    tasks.write_text(tasks.read_text().replace("TASKS = {\n", 'TASKS = {\n    "mine": "src.tasks.mine:Mine",\n'))
+    run = launch("fsdp", "--task.name=mine", "--task.width=256", "--max_steps=30", project=tmp_path).succeeded()
+    assert run.summary["parameters"] == 256 * (8 + 1) + 256 + 1
+    assert run.summary["eval/loss"] < run.records[0]["eval/loss"]

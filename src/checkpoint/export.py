@@ -54,7 +54,8 @@ def export_model(run: Run, say: Callable[[str], None]) -> Exported:
             if run.is_main:
                 cards = export_weights(run.task, model, weights, incomplete)
         if run.is_main:
-            write_cards(run.config, cards or {}, exported.metrics, incomplete)
+            assert cards is not None
+            write_cards(run.config, cards, exported.metrics, incomplete)
     return exported
 
 
@@ -117,7 +118,7 @@ def write_cards(config: Config, cards: Cards, metrics: Metrics, folder: Path) ->
         f"## Results\n\nOn the evaluation data:\n\n| metric | value |\n|---|---|\n{rows}\n\n"
         f"## Settings\n\nThe dataset is named under `task`.\n\n```yaml\n{settings}```\n"
     )
-    for part, fields in (cards or {"": {}}).items():
+    for part, fields in cards.items():
         metadata = ModelCardData(**{"tags": [config.task.name], **fields}).to_yaml()
         ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / part / "README.md")
 

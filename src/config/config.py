@@ -17,11 +17,14 @@ from src.config.environment import LaunchEnvironment, leftovers, processes
 from src.config.errors import explained, refuse
 from src.config.groups import Checkpoint, EarlyStopping, Optim, PartSettings
 from src.config.settings import (
+    DOWNLOADABLE,
+    Downloadable,
     Length,
     ResumeSafe,
     SafeReopens,
     Settings,
     help_text,
+    marked,
     nearest,
     read_arguments,
     validate,
@@ -76,7 +79,7 @@ class RunSettings(Settings):
     """Steps between evaluations; null: one per epoch. There is always one after the last step."""
     save_every: ResumeSafe[PositiveInt] = 500
     """Steps between checkpoints. There is always one after the last step."""
-    resume: ResumeSafe[str] = "auto"
+    resume: ResumeSafe[Downloadable[str]] = "auto"
     """auto: resume from the newest valid checkpoint in output_dir, if there is one; never: refuse an output_dir that
     holds a run; or start from any checkpoint, given as its folder or as wandb:entity/project/name:alias."""
     max_hours: ResumeSafe[PositiveFloat | None] = None
@@ -181,8 +184,8 @@ def load_config(
     Args:
         tasks: import path of each task's class, by name.
         place_errors: yields an error line for each problem with the run's files.
-        downloads: by scheme, a function that downloads `rest` of resume=scheme:rest and returns the folder. Nothing is
-            downloaded if there are mistakes.
+        downloads: by scheme, a function that downloads NAME of a setting that is SCHEME:NAME and returns the folder.
+            Nothing is downloaded if there are mistakes.
 
     Raises:
         UserError: the settings have mistakes. All of them are listed, one per line.
@@ -204,8 +207,15 @@ def load_config(
     values["task.name"] = name
     values["run_name"] = values.get("run_name") or name
     config, wrong = validate(config_class, values, written, mistakes)
-    remote = {name: value for name, value in values.items() if str(value).partition(":")[0] in downloads}
+    remote = {}
+    for name in marked(config_class, DOWNLOADABLE) & values.keys():
+        scheme, colon, _ = str(values[name]).partition(":")
+        if colon and scheme in downloads:
+            remote[name] = values[name]
+    assert isinstance(config, Config)
     if remote:
+        if "resume" not in remote and not wrong & PLACE:
+            mistakes.extend(place_errors(config))
         refuse(dict.fromkeys(mistakes))
         for name, value in remote.items():
             scheme, _, source = value.partition(":")

@@ -36,6 +36,9 @@ ResumeSafe = Annotated[T, Change.SAFE]
 Length = Annotated[T, Change.LENGTH, Change.REOPENS]
 Reopens = Annotated[T, Change.REOPENS]
 SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
+DOWNLOADABLE = "downloadable"
+Downloadable = Annotated[T, DOWNLOADABLE]
+"""A setting that may be SCHEME:NAME, to download, instead of a folder."""
 
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
@@ -202,7 +205,7 @@ def setting_fields(
             yield prefix + name, field, marks
 
 
-def marked(model: type[Settings], mark: Change) -> set[str]:
+def marked(model: type[Settings], mark: Change | str) -> set[str]:
     """Return the dotted names of the settings that have this mark, or whose group has it."""
     return {name for name, _, marks in setting_fields(model) if mark in marks}
 

@@ -73,16 +73,15 @@ class TaskState:
     """Holds what a run finds out for its task. Each run's task has a state of its own: see `Task.begin`."""
 
     device: str = "cpu"
-    """Type of the device that computes, such as cuda."""
+    """Type of the device that the run trains on, such as cuda."""
     dtype: torch.dtype = torch.float32
     """Dtype that it computes in."""
     cp: ContextParallel = ALONE
     """The processes that split each sequence. With several, `collate` returns this process's part of each example, and
     what `loss`, `evaluate` and `count` return must sum over the group to the values for whole examples."""
-    has_weights: bool = True
-    """Whether `build_model` reads weights. A plan doesn't: its parameters are on the meta device."""
     is_trained: bool = False
-    """Whether trained weights from a checkpoint or an export will replace those of `build_model`."""
+    """Whether the trained weights of a checkpoint or an export will replace those of `build_model`. If no weights are
+    frozen, it need not read any."""
     data: dict[str, Any] = field(default_factory=dict)
     """What `build_datasets` learns from the training data and `build_model` needs, such as labels, as JSON. Checkpoints
     and exports keep it, so that the model can be built without the data. If it is set before `build_datasets` is
@@ -102,18 +101,18 @@ class StatefulSettings(Settings):
         return self._state
 
     def begin(self, state: TaskState) -> Self:
-        """Return this task for a run: with the settings that depend on the device resolved, and this state. Raise a
-        UserError if they ask for something that the device or dtype cannot do."""
-        task = self.model_copy(deep=True)
+        """Return this task for a run, with this state. A task whose settings depend on the device chooses them here.
+        Raise a UserError if they ask for something that the device or dtype cannot do."""
+        task = self.model_copy()
         task._state = state
         return task
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with these settings changed. It shares no state and keeps no cached property."""
-        copied = super().model_copy(update=update, deep=deep)
+        """Return a new object with the same settings but for these, and with a copy of the state. Cached properties and
+        private attributes start anew."""
+        values = {name: getattr(self, name) for name in type(self).model_fields} | dict(update or {})
+        copied: Any = type(self).model_construct(_fields_set=self.model_fields_set, **values)
         copied._state = copy.deepcopy(self._state)
-        for cached in vars(copied).keys() - type(self).model_fields.keys():
-            del vars(copied)[cached]
         return copied
 
 
@@ -121,9 +120,10 @@ class Task(StatefulSettings):
     """Defines what to train, on what data, and how to score it.
 
     Subclass it in a file of its own, and list that file in src/tasks/__init__.py. Fields are the task's settings
-    (`--task.<field>`), and frozen. What a run finds out goes into `self.state`. Methods are called on every process,
-    except that `fingerprint` is called on the first process of each machine, and `metrics`, `tables`, `preview`,
-    `export` and `predictions` on the main process alone.
+    (`--task.<field>`), and frozen. What a run finds out goes into `self.state`, or into a private attribute if neither
+    a checkpoint nor a copy of the task needs it. Methods are called on every process, except that `fingerprint` is
+    called on the first process of each machine, and `metrics`, `tables`, `preview`, `export` and `predictions` on the
+    main process alone.
     """
 
     name: str
@@ -134,8 +134,6 @@ class Task(StatefulSettings):
     """What to do first with a trained model: a verb, and the program that does it."""
     splits_sequences: ClassVar[bool] = False
     """Whether several processes can split each example, which is a sequence: see `TaskState.cp`."""
-    skips_weights: ClassVar[bool] = False
-    """Whether `build_model` itself puts parameters on the meta device where `TaskState.has_weights` is false."""
 
     # ------------------------------------------------------------------------------------------------------ required
 
@@ -233,6 +231,13 @@ class Task(StatefulSettings):
         after the last evaluation. Every process must call the model, on `device`, the same number of times."""
         return {}, {}
 
+    def build_skeleton(self) -> nn.Module:
+        """Return the model with parameters on the meta device, reading no weights, to plan a run. Raise a UserError if
+        it cannot be built that way."""
+        on_meta = parameters_on(torch.device("meta"))
+        with on_meta, explained("its model reads values that a plan does not have, ", RuntimeError):
+            return self.build_model()
+
     def build_empty_model(self) -> tuple[nn.Module, FillWeights] | None:
         """Return the model with parameters on the meta device, for FSDP to shard, and a function that then fills them
         with the values of `build_model`; None if every process can hold the whole model, as `build_model` returns
@@ -245,7 +250,7 @@ class Task(StatefulSettings):
         save_torch_state_dict(weights, folder)  # model.safetensors, split into several files if it is large
         if self.state.data:
             (folder / DATA_STATE).write_bytes(json.dumps(self.state.data).encode())
-        return {}
+        return {"": {}}
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
         """Do what `export` does, but from a sharded model that no process has to hold whole. Return None, before
@@ -276,17 +281,6 @@ def parameters_on(device: torch.device) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def build_skeleton(task: Task) -> nn.Module:
-    """Return the task's model with parameters on the meta device, reading no weights, to plan a run. Raise a UserError
-    if it cannot be built so."""
-    task.state.has_weights = False
-    if task.skips_weights:
-        return task.build_model()
-    on_meta = parameters_on(torch.device("meta"))
-    with on_meta, explained("its model reads values that a plan does not have, ", RuntimeError):
-        return task.build_model()
 
 
 def num_weights(parameter: nn.Parameter) -> int:

@@ -64,6 +64,8 @@ def _with_settings(config: Config, arguments: list[str]) -> Config:
     saved = dict(flatten({"task": config.task.model_dump(mode="json")}))
     if "task.dataset" in values and "task.eval_from" in saved:
         saved = {name: value for name, value in saved.items() if name not in TRAINING_DATA} | {"task.eval_from": "all"}
+    if values.get("task.eval_from") == "all":
+        saved.pop("task.streaming", None)
     of_task = {name: value for name, value in values.items() if name.startswith("task.")}
     alone = create_model("TaskAlone", __base__=Settings, task=(type(config.task), ...))
     new: Any = validate(alone, saved | of_task, written, mistakes)[0]

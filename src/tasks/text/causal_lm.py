@@ -111,7 +111,6 @@ class CausalLM(Decoder):
         return super().build_empty_model()
 
     def finish(self, model: Any) -> LanguageModel:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # the trials below compute attention too
         require_decoder(self._config, self.packing)
         attention = self._choose_attention()
         set_ends(model, self._tokenizer)  # for generating answers to questions
@@ -150,7 +149,7 @@ class CausalLM(Decoder):
             raise UserError(f"the tokenizer has no chat template: {hint}")
         self.check_config()
         self._questions = self._read_questions()
-        if self.is_tokenized_late:  # room: streaming
+        if self.is_streamed:  # room: streaming
             return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
 
@@ -168,7 +167,7 @@ class CausalLM(Decoder):
         length = self.sequence_length
         tables = [self._chunker.make_chunks(rows, part) for rows in parts]
         chunks = tables[0]
-        if self.is_tokenized_late:  # room: streaming
+        if self.is_streamed:  # room: streaming
             chunks = with_sources(tables)
         if not any(chunks["targets"][:]):
             says = f"no row has a completion, or an assistant's turn, within sequence_length={length}"
@@ -211,9 +210,8 @@ class CausalLM(Decoder):
             "inputs": inputs | document_lengths(ends),
             "tokens": sum(sizes),
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
+            **counts_by_source(self, [*chain.from_iterable(samples)], "labels"),  # room: streaming
         }
-        if self.is_tokenized_late:  # room: streaming
-            batch |= counts_by_source(self, [*chain.from_iterable(samples)], "labels")
         return own_part(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:

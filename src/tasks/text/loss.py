@@ -413,8 +413,9 @@ def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str
     positions = torch.cat([torch.arange(length) for length in lengths]).view_as(tokens)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     is_half = dtype != torch.float32
+    gpus = [torch.cuda.current_device()] if device == "cuda" and torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=[]), torch.autocast(device, dtype, enabled=is_half):
+        with torch.random.fork_rng(devices=gpus), torch.autocast(device, dtype, enabled=is_half):
             lm = small_model(config).to(device).eval()
             inputs: Any = {"input_ids": tokens, "position_ids": positions, **document_lengths(ends)}
             inputs = send_to_device(inputs, device)

@@ -48,7 +48,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from src.config.errors import UserError, explained, refuse
 from src.config.groups import Fraction
-from src.config.settings import ResumeSafe, SafeReopens, Settings, nearest, read_yaml
+from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings, nearest, read_yaml
 from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading
@@ -348,10 +348,9 @@ class FineTuning(TextTask):
     """Name of the transformers model inside the trained module."""
     exports_adapters: ClassVar[bool] = True
     """Whether adapters are exported on their own."""
-    skips_weights = True
     has_new_head: ClassVar[bool] = False
     """Whether the layers after the base model, and a pooler, are new if the checkpoint has none that fit."""
-    model: str | None = None
+    model: Downloadable[str | None] = None
     """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
     fp32; its code is never run."""
     revision: str | None = None
@@ -389,7 +388,7 @@ class FineTuning(TextTask):
         if not self.lora.r and self.lora != Lora():
             yield "task.lora.r is not set: without it, the other settings of task.lora have no effect"
         # on the Hub, or scheme:rest, which is downloaded before
-        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?|\w+:.*", str(self.model))
+        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?|\w+:[\w.-]+/[\w.-]+/[\w.-]+:[\w.-]+", str(self.model))
         if not is_name and not Path(str(self.model)).is_dir():
             yield f"task.model={self.model}: no such folder"
         if Path(str(self.model), "adapter_config.json").exists():
@@ -397,6 +396,8 @@ class FineTuning(TextTask):
             yield f"task.model={self.model}: holds adapters, not a model; {hint}"
 
     def begin(self, state: TaskState) -> Self:
+        # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)
         if not self.lora.r:
             return super().begin(state)
         is_bf16 = state.dtype == torch.bfloat16
@@ -407,7 +408,7 @@ class FineTuning(TextTask):
         lora = self.lora.model_copy(update={"base_dtype": base_dtype})
         return super(FineTuning, self.model_copy(update={"lora": lora})).begin(state)
 
-    def load_config(self) -> PreTrainedConfig:
+    def load_model_config(self) -> PreTrainedConfig:
         """Return the model's config. Raise a UserError if there is none, it is damaged, or it asks to run code."""
         with loading("model", self.model):
             config = AutoConfig.from_pretrained(str(self.model), revision=self.revision, trust_remote_code=False)
@@ -424,15 +425,16 @@ class FineTuning(TextTask):
         return config
 
     def build_model(self) -> Any:
-        if not self.state.has_weights:  # room: plan
-            with parameters_on(torch.device("meta")):
-                model = self.new_model()
-            if self.lora.base_dtype == "nf4":
-                give_four_bits(model)
-            return self.finish(model)
         if self.model and self.lora.base_dtype != "nf4":  # these are loaded one tensor at a time
             self._require_memory()
         return self.finish(self.load_model())
+
+    def build_skeleton(self) -> Any:  # room: plan
+        with parameters_on(torch.device("meta")):
+            model = self.model_from_config()
+        if self.lora.base_dtype == "nf4":
+            give_four_bits(model)
+        return self.finish(model)
 
     def build_empty_model(self) -> tuple[Any, FillWeights] | None:
         if self.lora.base_dtype == "nf4":
@@ -443,7 +445,7 @@ class FineTuning(TextTask):
             files = weight_files(source, self.revision) if self.model else []
             if not files:
                 return None
-            model, absent = empty_pretrained(self.new_model, files)
+            model, absent = empty_pretrained(self.model_from_config, files)
             with suppress(OSError):  # if there is none, it follows from the config
                 if model.can_generate():
                     model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
@@ -451,9 +453,7 @@ class FineTuning(TextTask):
         return self.finish(model), self._load_weights
 
     def finish(self, model: Any) -> Any:
-        """Return the module to train, made from a transformers model. Keep cuDNN from computing attention: under a mask
-        its gradients may be NaN, if length % 128 is 64 (pytorch issue 196678)."""
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        """Return the module to train, built around transformers' model."""
         model._no_split_modules = fsdp_blocks(model)
         return self.with_adapters(model)
 
@@ -468,7 +468,7 @@ class FineTuning(TextTask):
         options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
         return self.lora.add_adapters(model, self.revision, **options)
 
-    def new_model(self) -> Any:
+    def model_from_config(self) -> Any:
         """Return a new transformers model of this config, fp32, with random weights."""
         config = copy.deepcopy(self._config)  # the model stores its attention there
         return self.auto_class.from_config(config, dtype=torch.float32)
@@ -569,7 +569,7 @@ class FineTuning(TextTask):
         own = without_adapters(core)
         if whole := self._place_of_whole(folder):
             weights = saved_weights(own)
-            if weights is None or self._trained_rows:
+            if weights is None or (self.lora.r and self._trained_rows):
                 return None
             if self.lora.r:
                 core.merge_adapter()
@@ -626,12 +626,12 @@ class Decoder(FineTuning):
         if self.model:
             return super().load_model()
         with explained(f"task.architecture: {self._config.model_type} rejects it: "):
-            return self.new_model()
+            return self.model_from_config()
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
         if self.model:
-            config = self.load_config()
+            config = self.load_model_config()
         else:
             config = self.with_dropout(new_config(self.architecture, self._tokenizer, self.sequence_length))
         if getattr(config.get_text_config(), "output_router_logits", False):

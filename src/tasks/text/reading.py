@@ -313,8 +313,8 @@ class TextTask(Task):
 
     dataset: str = ""
     """A dataset on the Hub, a file (.txt, .jsonl, .json, .csv, .tsv, .parquet), or a folder of such files whose names
-    tell their split: train, and validation, dev or test. A .txt file is one document; in a .tsv, quotes are plain
-    text."""
+    tell their split: train, and validation, dev or test; here or at a URL such as s3://bucket/folder. A .txt file is
+    one document; in a .tsv, quotes are plain text."""
     dataset_config: str | None = None
     """Configuration (subset) of a dataset on the Hub."""
     column_names: list[str] = []
@@ -332,8 +332,7 @@ class TextTask(Task):
     """What to do with rows that cannot be read, or whose text or label is missing or of the wrong type. refuse: name
     the first and stop; skip: leave them out and count them."""
     streaming: bool = False  # room: streaming
-    """Read files during training instead of loading them first: task.dataset is a file, a folder, a dataset on the Hub
-    or a URL such as s3://bucket/folder. Evaluation data are loaded first."""
+    """Read files during training instead of loading them first. Evaluation data are loaded first."""
     sources: list[MixtureSource] = []  # room: streaming
     """Datasets to mix, instead of task.dataset: [{dataset: A, weight: 3}, {dataset: B, weight: 1, max_epochs: 2}]. Rows
     are drawn in proportion to the weights. An epoch has each row max_epochs times, 1 by default: once a source is used
@@ -353,14 +352,16 @@ class TextTask(Task):
         return [MixtureSource(dataset=self.dataset, dataset_config=self.dataset_config)]
 
     @property
-    def is_tokenized_late(self) -> bool:  # room: streaming
+    def is_streamed(self) -> bool:  # room: streaming
         """Return whether rows are tokenized during training, as those of a mixture are too."""
         return self.streaming or bool(self.sources)
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
-        if self.sources:  # room: streaming
-            if self.dataset:
+        if self.is_streamed:  # room: streaming
+            if self.streaming and self.eval_from == "all":
+                yield "task.eval_from=all: streaming holds out the last rows; unset one of the two"
+            if self.sources and self.dataset:
                 yield "task.dataset and task.sources: set one, a single dataset or a mixture"
             for source in self.sources:
                 if not source.weight:
@@ -414,8 +415,10 @@ class TextTask(Task):
             if others or not files:
                 tables: Any = load_dataset(part.dataset, part.dataset_config)
                 return tables
-            if not self.streaming:  # room: streaming
-                files = DownloadManager().download(files)
+            fetch: Any = DownloadManager().download
+            if self.streaming:  # room: streaming
+                fetch = dict
+            files = fetch(files)
             folders = {name.rpartition("/")[0] for names in files.values() for name in names}
             versions = {name: version for folder in folders for name, version in find_files(folder).items()}
         return {split: {name: versions[name] for name in names} for split, names in files.items()}

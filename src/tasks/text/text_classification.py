@@ -62,7 +62,7 @@ class TextClassification(FineTuning):
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
         columns: Encoders = {**dict.fromkeys(texts, as_text), self.label_column: as_label}
         train, evaluation = self.usable_parts(self.open_rows(), columns)
-        if self.is_tokenized_late:  # room: streaming
+        if self.is_streamed:  # room: streaming
             return self._stream(train, evaluation, columns)
         (train_rows,), (eval_rows,) = train, evaluation
         self.state.data["labels"] = self._known_labels(train_rows, eval_rows)
@@ -140,14 +140,11 @@ class TextClassification(FineTuning):
         names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
         rows = [{name: sample[name] for name in names} for sample in samples]
         inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
-        counts: Batch = {}
-        if self.is_tokenized_late:  # room: streaming
-            counts = counts_by_source(self, samples, "label")
         return {
             "inputs": dict(inputs),
             "labels": torch.tensor([sample["label"] for sample in samples]),
             "tokens": sum(sample["length"] for sample in samples),
-            **counts,
+            **counts_by_source(self, samples, "label"),  # room: streaming
         }
 
     @property
@@ -161,7 +158,7 @@ class TextClassification(FineTuning):
 
     @cached_property
     def _own_config(self) -> PreTrainedConfig:
-        config = self.load_config()
+        config = self.load_model_config()
         check_fit(self.sequence_length, config, self._tokenizer)
         if type(config) not in self.auto_class._model_mapping:
             raise UserError(f"task.model={self.model}: transformers has no text classifier of type {config.model_type}")
@@ -217,8 +214,10 @@ class TextClassification(FineTuning):
     def load_export(self, folder: Path) -> Any:
         # adapters have been merged into the weights
         exported = self.model_copy(update={"model": str(folder), "revision": None, "lora": Lora()})
-        labels = list((exported.load_config().id2label or {}).values())
+        labels = list((exported.load_model_config().id2label or {}).values())
         self.state.data["labels"] = exported.state.data["labels"] = labels
+        # the data are read with the export's tokenizer and config, not with those of task.model
+        vars(self).update(_tokenizer=exported._tokenizer, _own_config=exported._own_config)
         return exported.build_model()
 
     def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:

@@ -112,7 +112,7 @@ class Chunker:
 
     def chunks_by_row(self, batch: Rows) -> ChunkLists:
         """Return the chunks of each row."""
-        rows = [self._render(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
+        rows = [self._as_text(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
         prefix, suffix = ([], []) if "messages" in self.columns else _special_tokens(self.tokenizer)
         has_spans = any(spans is not None for _, spans in rows)
@@ -131,7 +131,7 @@ class Chunker:
             chunks.append([*self._cut(ids, loss_mask, (begin, end) != (prefix, suffix))])
         return chunks
 
-    def _render(self, values: dict[str, Any]) -> tuple[str, Spans | None]:
+    def _as_text(self, values: dict[str, Any]) -> tuple[str, Spans | None]:
         """Return a row, given as values by role, as one text, and which parts of it contribute to the loss (None:
         all)."""
         if "text" in values:

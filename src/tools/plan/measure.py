@@ -24,7 +24,6 @@ from src.config.errors import UserError
 from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
-from src.tasks.base import build_skeleton
 from src.tools.plan.gpus import Gpu
 from src.tools.plan.work import Work
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
@@ -134,12 +133,12 @@ def build_without_values(config: Config) -> Run:
     started = time.perf_counter()
     train_set, eval_set = build_data(config, accelerator)
     seconds = time.perf_counter() - started
-    model = build_skeleton(config.task)
+    model = config.task.build_skeleton()
     transform(model, config, accelerator)
     if not accelerator.is_fsdp2:
-        fill(model, accelerator.device)
+        allocate(model, accelerator.device)
     model = prepare(accelerator, model)
-    fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
+    allocate(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
     optimizers = build_optimizers(config.optim, model)
     if seconds > LONG:
         says = f"reading the data takes {seconds:.0f} s for each line below: plan with a sample of it"
@@ -160,7 +159,7 @@ def build_without_values(config: Config) -> Run:
     )
 
 
-def fill(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device) -> None:
     """Allocate memory on this device for parameters on the meta device. Tied parameters stay tied."""
     for parameter in model.parameters():
         if parameter.is_meta:

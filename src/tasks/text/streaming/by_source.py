@@ -22,6 +22,8 @@ def source_names(task: TextTask) -> list[str]:
 def counts_by_source(task: TextTask, chunks: list[Chunk], labels: str) -> Batch:
     """Return what a batch of these chunks has in addition: how many tokens come from each source of a mixture, how many
     rows were skipped, and the source of each target. `labels` is the name of their column of labels."""
+    if not task.is_streamed:
+        return {}
     names = source_names(task)
     counts = {"train/skipped_rows": sum(not chunk["length"] for chunk in chunks)}
     if not names:
