@@ -41,7 +41,7 @@ endif
 train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores, no download; ARGS='--seed=1 …'
 	@$(TRAIN) --config configs/digits.yaml --run_name=$(call unused_name,digits) $(ARGS)
 
-test: setup  ## run all but the slow tests, 10 to 15 minutes; ARGS='-k parity' for some of them
+test: setup  ## run all but the slow tests, 6 to 12 minutes; ARGS='-k parity' for some of them
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
 test-oldest:  ## run the same tests in .venv-oldest, with the oldest versions that the bounds allow
