@@ -1,14 +1,14 @@
-"""From labelled rows to batches: labels by name or number, pairs, batches of similar lengths."""
+"""From labelled rows to batches and tables: labels by name or number, pairs, mistakes with their texts as written."""
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PreTrainedConfig
 
 from src.tasks.text.text_classification import TextClassification
-from src.tasks.text.tokenizing import byte_tokenizer, length_grouped, sorted_labels
+from src.tasks.text.tokenizing import byte_tokenizer, sorted_labels
 from tests.text import tiny
 
 
@@ -64,16 +64,19 @@ def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(models: P
     assert task.describe("eval", evaluation)["truncated"] == 0
 
 
-def test_batches_have_similar_lengths_and_come_at_random() -> None:
-    lengths = np.random.default_rng(0).integers(1, 200, 1003)
-
-    def epoch(seed: int) -> np.ndarray:
-        return length_grouped(lengths, np.random.default_rng(seed), 8)
-
-    order = epoch(0)
-    assert sorted(order) == list(range(1003))
-    assert (order != epoch(1)).any()
-    batches = [lengths[order[i : i + 8]] for i in range(0, 1000, 8)]
-    padding = 1 - sum(batch.sum() for batch in batches) / sum(8 * batch.max() for batch in batches)
-    assert padding < 0.05  # 0.4 in a random order
-    assert abs(np.corrcoef(np.arange(125), [batch.max() for batch in batches])[0, 1]) < 0.3
+def test_mistakes_show_the_texts_as_they_were_written_in_the_order_of_the_evaluation_set(models: Path) -> None:
+    """Tried without the order by length: the texts are another example's. Tried without the cut."""
+    rows = ["A\tlong  text, CAFÉ\tits second\tyes\n", f"B\t{'x' * 300}\tb\tno\n", "C\tShort\tc\tyes\n"]
+    tiny.write({f"data/{name}.tsv": "id\tfirst\tsecond\tlabel\n" + "".join(rows) for name in ("train", "dev")})
+    pair = {"text_column": "first", "text_pair_column": "second"}
+    task = tiny.task(TextClassification, model=str(models / "bert"), dataset="data", **pair)
+    _, evaluation = task.build_datasets()
+    references = torch.tensor(evaluation["label"][:])
+    outputs = {"references": references, "predictions": 1 - references, "probabilities": torch.eye(2)[1 - references]}
+    mistakes = task.tables(outputs, evaluation)["mistakes"]
+    named = {row["index"]: (row["text"], row["text_pair"], row["label"], row["prediction"]) for row in mistakes}
+    assert named == {
+        0: ("Short", "c", "yes", "no"),
+        1: ("long  text, CAFÉ", "its second", "yes", "no"),
+        2: ("x" * 200, "b", "no", "yes"),
+    }
