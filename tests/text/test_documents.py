@@ -72,13 +72,9 @@ THINKING = (  # as Qwen3 does: what was thought stands only in the answers after
     "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 PROMPTED = THINKING.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")  # as DeepSeek-R1 does
-# Qwen3's, and Qwen3.5's, whose generation prompt has its beginning; GLM's; Magistral's; one of another word
+# Qwen3's, and Qwen3.5's, whose generation prompt has its beginning; Magistral's
 EMPTY, PROMPTED_EMPTY = THINKING.replace(">t<", ">\n\n<"), PROMPTED.replace(">t<", ">\n\n<")
-GLM, MAGISTRAL = (
-    THINKING.replace("<think>t</think>", "\n<think></think>\n"),
-    EMPTY.replace("<think>", "[THINK]").replace("</think>", "[/THINK]\n"),
-)
-OTHER_WORD = THINKING.replace("<think>t</think>", "<memo></memo>")
+MAGISTRAL = EMPTY.replace("<think>", "[THINK]").replace("</think>", "[/THINK]\n")
 ENDING = (  # the text where the chat ends, as Phi-4-mini's does; tried without: "rewrites earlier turns"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
@@ -112,9 +108,8 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}"),
         (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>"),
         # Thoughts that a template writes for those that a turn doesn't have.
-        *((CHATS, {"m": [CHAT], "template": empty}, "Yo<end>\nCiao<end>\n") for empty in (EMPTY, GLM, MAGISTRAL)),
+        *((CHATS, {"m": [CHAT], "template": empty}, "Yo<end>\nCiao<end>\n") for empty in (EMPTY, MAGISTRAL)),
         (CHATS, {"m": [CHAT], "template": PROMPTED_EMPTY}, "Yo<end>\nCiao<end>\n"),
-        (CHATS, {"m": [CHAT], "template": OTHER_WORD}, "Yo<end>\n<memo></memo>Ciao<end>\n"),
         (CHATS, {"m": [OWN_THOUGHT], "template": MARKING}, "<think></think>Yo<end>"),
         # Marks decide where there are any. Tried without: the assistant's name is learnt; others are refused.
         (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!"),
@@ -188,7 +183,7 @@ def test_roles_are_written_as_the_template_expects_and_one_that_nobody_knows_is_
 def test_rows_that_have_their_first_and_last_token_get_no_second_one(
     row_format: Columns, templated: Any, plain: Any
 ) -> None:
-    """As a template has written them. Tried without: two of each. How many there are is said once."""
+    """As a template has written them; how many there are is said. Tried without: two of each."""
     marked, bare = chunks(row_format, **templated), chunks(row_format, **plain)
     for name in ("input_ids", "labels", "targets"):
         assert marked[name][:] == bare[name][:]
@@ -343,11 +338,8 @@ def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
 ONE: list[Any] = [{"text": "one"}]
 NAMES = ("my-train-0", "training", "my_dev", "testData", "train_test_split_test", ".train_backup")
 SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[str]]]] = {
-    # Kinds of files, as other programs write them.
-    "csv": ({"a.CSV": 'text,n\n"a, b",1\nnull,2\n'}, {}, [["a, b", "null"]]),
-    "tsv": ({"a.tsv": "text\tn\na, b\t1\nnull\t2\n"}, {}, [["a, b", "null"]]),
-    "json": ({"a.json": '[{"text": "a, b", "n": 1}, {"text": "null", "n": 2}]'}, {}, [["a, b", "null"]]),
-    "Excel's, with a byte order mark": ({"a.csv": "\ufefftext,label\none,even\n"}, {}, [["one"]]),
+    # Kinds of files, as other programs write them; their values: test_reading.py.
+    "in capitals": ({"a.CSV": 'text,n\n"a, b",1\nnull,2\n'}, {}, [["a, b", "null"]]),
     "pandas', with its index": ({"a.csv": ",text\n0,one\n"}, {"text_column": "text"}, [["one"]]),
     "with a long cell": ({"a.csv": f"text,label\none,{'x' * 200_000}\n"}, {}, [["one"]]),
     # Names of files say their split, and hidden ones are not read. Tried without: the backup is trained on too.

@@ -138,14 +138,12 @@ def test_rows_that_do_not_fit_are_named(models: Path) -> None:
     """One of each part, however many there are. Tried with each: 6,000 lines for tags that have no names."""
     rows = [{"tokens": ["Oslo", "."], "tags": names} for names in (["B-LOC", "O"], ["B-LOC"], ["B-LOC", "LOC"])]
     found = "has 2 words, tagged B-LOC: give each one of O B-LOC I-LOC (2 of 3 rows do not fit)"
-    says = "\n".join(
-        f"task.dataset=rows.jsonl: row 2 of the {part} data {found}" for part in ("training", "evaluation")
-    )
-    assert refused(rows, TokenClassification, models / "bert") == says
+    says = [f"task.dataset=rows.jsonl: row 2 of the {part} data {found}" for part in ("training", "evaluation")]
+    assert refused(rows, TokenClassification, models / "bert").splitlines() == says
     row, dpo = {"prompt": "a", "chosen": "b", "rejected": "c"}, (Dpo, models / "llama")
     assert "line 2: chosen is empty" in refused([row, {**row, "chosen": ""}], *dpo, sequence_length=20)
-    says = "task.sequence_length=20: 2 prompts leave no room for an answer; raise it"
-    assert refused([row, {**row, "prompt": "a" * 20}], *dpo, sequence_length=20) == says
+    expected = "task.sequence_length=20: 2 prompts leave no room for an answer; raise it"
+    assert refused([row, {**row, "prompt": "a" * 20}], *dpo, sequence_length=20) == expected
 
 
 def test_a_dry_run_shows_their_examples(models: Path) -> None:

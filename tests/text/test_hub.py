@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from src.checkpoint.export import push_to_hub
 from src.config.errors import UserError
-from src.tasks.text import files as hub
+from src.tasks.text.files import can_reach_hub
 from src.tasks.text.meta_loading import weight_files
 from tests.launching import Launch, mistakes
 from tests.text import tiny
@@ -60,7 +61,7 @@ def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.Mon
     """Its client would ask six times for each file."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    hub.can_reach_hub.cache_clear()
+    can_reach_hub.cache_clear()
     task = tiny.task(model="team/none", dataset="a.jsonl")
     began = time.monotonic()
     for load in (task.load_config, task.load_tokenizer):
@@ -69,7 +70,7 @@ def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.Mon
         says = "the Hub cannot be reached; give a folder that has it, --task.model=FOLDER"
         assert str(error.value) == f"task.model=team/none: {says}"
     assert time.monotonic() - began < 20
-    hub.can_reach_hub.cache_clear()
+    can_reach_hub.cache_clear()
 
 
 # --------------------------------------------------------------------------------------------------------- uploading
@@ -108,10 +109,9 @@ def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(
         push_to_hub(config)
     says = str(end.value.code)  # text: it is printed, and the exit code is 1
     command = f"hf upload me/other {config.folder}/model --private" + " --exclude 'merged/*'" * merge
-    assert says.startswith("train.py: push_to_hub=me/other: ")
-    assert says.endswith(f"; the run is complete, upload its model with `{command}`")
+    expected = f"train.py: push_to_hub=me/other: *refused*; the run is complete, upload its model with `{command}`"
+    assert fnmatchcase(says, expected)
     assert "\n" not in says
-    assert "refused" in says
     asked: list[Any] = []
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda _, name, **more: asked.append((name, more)))
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda _, **more: asked.append(more))
@@ -122,7 +122,4 @@ def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(
         | {"ignore_patterns": ["merged/*"] if merge else []},
     ]
     command = f"hf upload me/other-merged {config.folder}/model/merged --private"
-    assert capfd.readouterr().out.splitlines() == [
-        "  Hub        me/other",
-        *[f"             without merged, which `{command}` uploads"] * merge,
-    ]
+    assert (f"without merged, which `{command}` uploads" in capfd.readouterr().out) == merge

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from src.config.errors import UserError
 from src.tasks.text.chats import MOST_TOKENS, Question
 from src.tasks.text.tokenizing import byte_tokenizer
-from tests.launching import Run, Whole, slow
+from tests.launching import Whole, slow
 from tests.text import tiny
 from tests.text.tasks import EARLY
 
@@ -36,12 +36,6 @@ def greedy(model: Any, tokenizer: Any, question: str) -> str:
     return tokenizer.decode(tokens[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def answers(run: Run) -> list[dict[str, Any]]:
-    (record,) = (record for record in run.records if "eval/answers" in record)
-    assert record["step"] == 4
-    return record["eval/answers"]
-
-
 @pytest.mark.parametrize(
     "yaml", ["fsdp", *map(slow, ("cpu", "ddp", "fsdp_cp", "fsdp_grad_op", "fsdp_offload", "hsdp"))]
 )
@@ -56,7 +50,8 @@ def test_answers_are_those_of_transformers_before_and_after(
     before = [greedy(base, tokenizer, question) for question, _ in QUESTIONS]
     tuned = PeftModel.from_pretrained(base, run.folder / "model")
     after = [greedy(tuned, tokenizer, question) for question, _ in QUESTIONS]
-    rows = answers(run)
+    ((step, rows),) = ((record["step"], record["eval/answers"]) for record in run.records if "eval/answers" in record)
+    assert step == 4
     assert [row["question"] for row in rows] == [question for question, _ in QUESTIONS]
     assert [row["facts"] for row in rows] == ["the", "of, IT", "e"]
     assert [row["before"] for row in rows] == before
@@ -86,8 +81,6 @@ def test_an_answer_is_right_if_it_has_all_the_facts() -> None:
 
 MISTAKES = {
     '{"question": "Which?", "facts": []}': "line 2: .*facts",
-    '{"question": "Which?"}': "line 2: .*facts",
-    '{"question": "Which?", "facts": "a"}': "line 2: .*facts",
     '{"question": "Which?", "facts": ["a"], "answer": "b"}': "line 2: .*answer",
     "Which?": "line 2: .*Invalid JSON",
 }

@@ -18,12 +18,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from src.config.errors import RunError
 from src.tasks.base import ContextParallel, samples
 from src.tasks.text.files import GROUP_ROWS, find_files, index_files
 from src.tasks.text.packing import best_fit
 from src.tasks.text.reading import ShardReader, cache_folder
-from src.tasks.text.streaming import blocks, stream
+from src.tasks.text.streaming import stream
 from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order
 from src.tasks.text.streaming.stream import Stream, count_sequences, masses_of, packed
@@ -244,20 +243,6 @@ def test_rows_that_changed_are_tokenized_anew_even_where_the_footer_is_as_before
     (before, old), (after, new) = found
     assert before == after
     assert old[7] == new[8] == 40
-
-
-def test_a_process_that_ends_waits_for_a_block_at_most(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads are joined when the main one has ended."""
-    of_epoch = epoch(task(shards))
-    original = Blocks._open
-
-    def ended(self: Blocks, *where: Any) -> Any:
-        monkeypatch.setattr(blocks, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False))
-        return original(self, *where)
-
-    monkeypatch.setattr(Blocks, "_open", ended)
-    with pytest.raises(RunError, match="the process has ended"):
-        of_epoch.read_window(0)
 
 
 def test_processes_of_a_machine_tokenize_no_block_twice_unless_the_bounded_cache_has_lost_it(

@@ -258,23 +258,15 @@ def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(monkeypatch: p
     assert says(UserError, lambda: deque(loaded, maxlen=0)) == expected
 
 
-class Failing:
-    """Examples that cannot be read."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, _: int) -> None:
-        try:
-            raise OSError("reset by peer")
-        except OSError as error:
-            raise RunError("s3://a/b.parquet: cannot be read,\ntried 6 times") from error
+class Unreadable(list[int]):
+    def __getitem__(self, _: Any) -> Any:
+        raise RunError("s3://a/b.parquet: cannot be read,\ntried 6 times") from OSError("reset by peer")
 
 
 def test_what_a_loading_process_could_not_read_stays_a_run_error() -> None:
     """Its exit code says whether to launch the run again."""
     config: Any = SimpleNamespace(seed=0, num_workers=1, task=SimpleNamespace(collate=list))
-    said = says(RunError, lambda: [*load_in_workers(config, Failing(), [[0]], 0, 0)])
+    said = says(RunError, lambda: [*load_in_workers(config, Unreadable([0]), [[0]], 0, 0)])
     assert said == "s3://a/b.parquet: cannot be read,\ntried 6 times"
 
 
