@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,8 @@ from transformers.models.granite.modeling_granite import GraniteForCausalLM
 
 from src.config.errors import UserError
 from src.tasks.base import TaskState
-from src.tasks.text import causal_lm
-from src.tasks.text import loss as attention
-from src.tasks.text.loss import LanguageModel, failure, require_decoder, small_model
+from src.tasks.text import causal_lm, loss
+from src.tasks.text.loss import LanguageModel, failure, require_decoder
 from tests.text import tiny
 from tests.text.test_language_model import SMALL, build, gradients
 
@@ -47,7 +47,7 @@ def kernel(
     behind = places[:, None] - places
     mask = (documents[:, None] == documents) & (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
     q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-    is_grouped = enable_gqa or not attention.HAS_GQA_SWITCH  # torch 2.11's kernel takes fewer heads of keys unasked
+    is_grouped = enable_gqa or not loss.HAS_GQA_SWITCH  # torch 2.11's kernel takes fewer heads of keys unasked
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
     return output.transpose(0, 1)
 
@@ -65,7 +65,7 @@ def unwindowed(*tensors: Any, window_size: tuple[int, int], **options: Any) -> T
 @pytest.fixture(autouse=True)
 def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of torch's."""
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(loss, "varlen_attn", kernel)
 
 
 def collated(*rows: list[int]) -> dict[str, Any]:
@@ -80,28 +80,15 @@ def collated(*rows: list[int]) -> dict[str, Any]:
     return batch["inputs"]
 
 
-def varlen(model: LanguageModel) -> LanguageModel:
-    return LanguageModel(copy.deepcopy(model.lm), "varlen")
-
-
-def halved(forward: Any) -> Any:
-    def half(*arguments: Any, **options: Any) -> Any:
-        output = forward(*arguments, **options)
-        output.logits = output.logits / 2
-        return output
-
-    return half
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_masked_attention(kind: str) -> None:
     """Tried with windows a token wider, without `scale` (gemma3_text), and with a mask made for it all the same."""
     inputs = collated([5, 9, 7], [16, 8], [1])  # with padding, none, and much
     masked = build(kind, **KINDS[kind] | {"vocab_size": 300})
     expected, wanted = gradients(masked, inputs)
-    model = varlen(masked)
-    loss, found = gradients(model, inputs)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    model = LanguageModel(copy.deepcopy(masked.lm), "varlen")
+    total, found = gradients(model, inputs)
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
     for gradient, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-5, atol=1e-5)
     scores = model("score", **inputs)[0]
@@ -121,38 +108,37 @@ def test_a_model_that_asks_for_more_than_the_kernel_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [FULL, HALF, torch.float16])
 def test_a_model_is_accepted_if_its_documents_stay_apart(
     monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
 ) -> None:
     """Tried with a small model whose windows are the large one's: one without windows passes too."""
     assert refusal(kind, dtype) == "None"
     for wrong in [mixing, *([unwindowed] if kind == "gemma3_text" else [])]:
-        monkeypatch.setattr(attention, "varlen_attn", wrong)
+        monkeypatch.setattr(loss, "varlen_attn", wrong)
         assert "logits that differ by" in refusal(kind, dtype)
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("opt", "opt cannot be trained here: OPT gives logits that differ by"),
-        ("mamba", "mamba cannot be trained here: Mamba gives .* try --task.packing=false"),
-        ("bert", "bert cannot be trained here: Bert gives logits that differ by"),
-    ],
+    ("kind", "says"), [("opt", "OPT gives logits that differ by"), ("mamba", "Mamba gives .* try --task.packing=false")]
 )
 def test_a_kind_of_model_that_would_be_trained_on_the_wrong_thing_is_refused(kind: str, says: str) -> None:
-    config = AutoConfig.for_model(kind)
-    with pytest.raises(UserError, match=says):
-        require_decoder(config, packing=True)
-    if "packing" in says:
-        require_decoder(config, packing=False)
+    with pytest.raises(UserError, match=f"^{kind} cannot be trained here: {says}"):
+        require_decoder(AutoConfig.for_model(kind), packing=True)
+    require_decoder(AutoConfig.for_model("mamba"), packing=False)
 
 
 def test_logits_that_are_not_those_of_the_last_layer_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried without the comparison: the loss is another one, silently."""
-    config = AutoConfig.for_model("granite")
+    config, forward = AutoConfig.for_model("granite"), GraniteForCausalLM.forward
     require_decoder(config, packing=True)
-    monkeypatch.setattr(GraniteForCausalLM, "forward", halved(GraniteForCausalLM.forward))
+
+    def halved(*arguments: Any, **options: Any) -> Any:
+        output: Any = forward(*arguments, **options)
+        output.logits = output.logits / 2
+        return output
+
+    monkeypatch.setattr(GraniteForCausalLM, "forward", halved)
     with pytest.raises(UserError, match="granite cannot be trained here: Granite gives logits"):
         require_decoder(config, packing=True)
 
@@ -180,15 +166,9 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
     assert not any(seen)
 
 
-def test_the_small_model_that_is_tried_has_heads_of_the_models_own_size() -> None:
-    """Kernels refuse some. Tried with a width of 64 for all: 16."""
-    own = AutoConfig.for_model("llama", hidden_size=120, num_attention_heads=10, vocab_size=64)
-    assert small_model(own).config.head_dim == 12
-
-
 def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel itself, on a device that it doesn't know: this one."""
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(loss, "varlen_attn", varlen_attn)
     monkeypatch.setattr(causal_lm, "failure", lambda config, *_: failure(config, "varlen", True, "cpu", HALF))
     task = tiny.task().begin(TaskState("cuda", HALF))
     task.build_model()
@@ -196,9 +176,20 @@ def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     assert summary.startswith("sdpa attention (not varlen: Llama fails on a few tokens: Could not run 'aten::_flash")
 
 
-# ------------------------------------------------------------------------------------------------------ with the rest
+# --------------------------------------------------------------------------------------------------------- libraries
 def test_an_export_names_no_attention_which_from_pretrained_would_look_for(tmp_path: Path) -> None:
-    model = varlen(build("mistral", **SMALL, sliding_window=4))
+    model = LanguageModel(build("mistral", **SMALL, sliding_window=4).lm, "varlen")
     assert model.hf.config._attn_implementation == "varlen"
     model.hf.save_pretrained(tmp_path)
     assert "varlen" not in (tmp_path / "config.json").read_text()
+
+
+def test_cudnn_attention_is_switched_off_in_all_threads() -> None:
+    """The backward pass runs in threads of its own."""
+    found = []
+    for is_on in (True, False):
+        torch.backends.cuda.enable_cudnn_sdp(is_on)
+        thread = Thread(target=lambda: found.append(torch.backends.cuda.cudnn_sdp_enabled()))
+        thread.start()
+        thread.join()
+    assert found == [True, False]

@@ -30,7 +30,7 @@ from src.config.groups import Optim
 from src.distributed.accelerator import build_accelerator, prepare, sharded_units
 from src.tasks import TASKS
 from src.tasks.base import TaskState, Tensors
-from src.tasks.text import loss as language_model
+from src.tasks.text import loss
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.text_classification import TextClassification
 from src.training.gradients import to_local
@@ -191,12 +191,12 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
     if lora or not isinstance(task, CausalLM):
         return
     assert sharded_units(model) == 5  # two blocks, embedding and head (together, if they are tied), and the rest
-    loss = a_loss(whole)
-    loss.backward()
-    with patch.object(language_model, "CHUNK", 5 * 258):  # five tokens at a time
+    expected_loss = a_loss(whole)
+    expected_loss.backward()
+    with patch.object(loss, "CHUNK", 5 * 258):  # five tokens at a time
         sharded_loss = a_loss(model)
     accelerator.backward(sharded_loss)
-    assert sharded_loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert sharded_loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
     for name, parameter in found.items():
         gradient: Any = expected[name].grad
         assert (parameter.grad.full_tensor() - gradient).norm() <= 1e-5 * gradient.norm(), name

@@ -19,7 +19,7 @@ import pytest
 from datasets import ClassLabel, Features, Value
 from pyarrow import parquet
 
-from src.tasks.text import reading as readers
+from src.tasks.text import reading
 from src.tasks.text.chats import ChatEncoder, as_tools
 from src.tasks.text.packing import Chunk
 from src.tasks.text.reading import Rows, as_label, as_text, cache_folder, require_columns
@@ -294,8 +294,8 @@ def read(folder: Path, has_chats: bool, streaming: bool) -> tuple[list[Row], int
     tokenizer: Any = Recording()
     blocks = Blocks(columns, tokenizer, True, "", cache_folder() / "blocks", 10**9)
     for group, size in enumerate(source.sizes.tolist()):
-        for first in range(0, size, readers.BLOCK):
-            deque(blocks._make(source, group, first, min(first + readers.BLOCK, size)), maxlen=0)
+        for first in range(0, size, reading.BLOCK):
+            deque(blocks._make(source, group, first, min(first + reading.BLOCK, size)), maxlen=0)
     return tokenizer.rows, number - len(tokenizer.rows)
 
 

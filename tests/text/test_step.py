@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from src.distributed.stop import StopSignal
-from src.tasks.text import loss as attention
+from src.tasks.text import loss
 from tests.launching import Launch
 from tests.text.tiny import NEW_LLAMA
 from train import run_settings
@@ -57,7 +57,7 @@ def main() -> None:
     set_seed(0)
     run = train.build(run_settings(sys.argv[1:]))
     assert run
-    attention.varlen_attn = lambda query, *_, **__: query  # the kernel is a GPU's
+    loss.varlen_attn = lambda query, *_, **__: query  # the kernel is a GPU's
     model: Any = run.model
     model.hf.set_attn_implementation("varlen")
     model._takes_lengths = True
