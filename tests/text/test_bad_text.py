@@ -7,11 +7,8 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
-from datasets import Dataset
 
 from src.config.errors import UserError
-from src.tasks.text.tokenizing import byte_tokenizer
 from tests.launching import Launch
 from tests.text import tiny
 from train import run_settings
@@ -219,15 +216,6 @@ def test_a_dataset_that_is_not_there_is_named_with_the_other_mistakes() -> None:
         assert refused(*NEW, f"dataset={dataset}", "--seed=-1") == expected
 
 
-def test_folders_that_are_no_datasets_say_what_they_are() -> None:
-    Dataset.from_list(ROWS).save_to_disk("data")
-    says = "was written by Dataset.save_to_disk: write its rows with to_parquet or to_json, and name that file"
-    assert refused(*NEW, "dataset=data") == f"task.dataset=data: {says}"
-    data = write({"some/train.jsonl": ROWS, "some/test.jsonl": ROWS})
-    says = "is the training split; leave it unset to hold out a part of that for evaluation"
-    assert refused(*NEW, data, "eval_split=train") == f"task.eval_split=train: {says}"
-
-
 def test_a_line_beyond_the_first_groups_is_named_by_its_number_and_left_out() -> None:
     """As an editor has it. Tried with the number in its group: row 1853."""
     rows: list[Any] = [{"text": f"line {i}"} for i in range(3000)]
@@ -248,20 +236,6 @@ def test_lines_that_quotes_join_are_said(capsys: pytest.CaptureFixture[str]) -> 
 
 
 # ------------------------------------------------------------------------------------------- tokenizers and models
-def test_a_tokenizer_without_a_pad_token_pads_with_the_end() -> None:
-    """A causal language model needs none."""
-    tokenizer = byte_tokenizer()
-    tokenizer.pad_token = None
-    tokenizer.save_pretrained("bert")
-    tokenizer.save_pretrained("llama")
-    for arguments in (BERT, (*LLAMA, "packing=false")):
-        task, train, _, model = built(*arguments, write({}))
-        assert torch.isfinite(task.loss(model, task.collate(train.__getitems__([0, 1, 2, 3]))))
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained("bert")
-    assert "neither a padding token nor an eos token" in refused(*BERT, write({}))
-
-
 def test_code_that_comes_with_a_model_is_never_run() -> None:
     auto_map = {"AutoConfig": "configuration.Mine", "AutoModelForSequenceClassification": "modeling.Mine"}
     code = "open('it_ran', 'w')\nclass Mine: pass\n"

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
-from transformers import PreTrainedConfig
 
 from src.tasks.text.text_classification import TextClassification
-from src.tasks.text.tokenizing import byte_tokenizer, sorted_labels
+from src.tasks.text.tokenizing import sorted_labels
 from tests.text import tiny
 
 
@@ -29,28 +28,6 @@ def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_datas
     task = tiny.task(TextClassification, model=f"{models}/bert", dataset="a.parquet", eval_from="all")
     _, evaluation = task.build_datasets()
     assert [task.preview(evaluation, i).split("label: ")[1] for i in range(4)] == ["pos", "neg", "-1", "9"]
-
-
-def test_a_head_that_knows_the_labels_keeps_their_order(models: Path, tmp_path: Path) -> None:
-    tables = "text,label\na,negative\nb,positive\n", "text,label\nc,positive\n"
-    first = classifier(*tables, model=f"{models}/bert")
-    first.build_datasets()
-    trained: Any = first.build_model()
-    trained.config.id2label, trained.config.label2id = {0: "positive", 1: "negative"}, {"positive": 0, "negative": 1}
-    trained.save_pretrained(tmp_path / "trained")
-    byte_tokenizer().save_pretrained(tmp_path / "trained")
-    again = classifier(*tables, model=f"{tmp_path}/trained")
-    train, _ = again.build_datasets()
-    assert train["label"][:] == [1, 0]
-    model: Any = again.build_model()
-    assert model.config.id2label == {0: "positive", 1: "negative"}
-    assert model.classifier.weight.equal(trained.classifier.weight)
-
-
-def test_dropout_is_set_everywhere_but_for_whole_layers() -> None:
-    rates: dict[str, Any] = {"attention_dropout": 0.0, "dropout": 0.0, "layerdrop": 0.0, "classifier_dropout": None}
-    config = tiny.task(TextClassification, dropout=0.3).with_dropout(PreTrainedConfig(**rates))
-    assert {name: getattr(config, name) for name in rates} == {**dict.fromkeys(rates, 0.3), "layerdrop": 0.0}
 
 
 def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(models: Path) -> None:

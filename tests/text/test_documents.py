@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from src.tasks.text.chats import ChatEncoder, as_tools, ends_of_turn
 from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
-from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
 from tests.text import tiny
 from tests.text.tiny import END, write
@@ -72,9 +70,8 @@ THINKING = (  # as Qwen3 does: what was thought stands only in the answers after
     "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 PROMPTED = THINKING.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")  # as DeepSeek-R1 does
-# Qwen3's, and Qwen3.5's, whose generation prompt has its beginning; Magistral's
+# Qwen3's, and Qwen3.5's, whose generation prompt has its beginning
 EMPTY, PROMPTED_EMPTY = THINKING.replace(">t<", ">\n\n<"), PROMPTED.replace(">t<", ">\n\n<")
-MAGISTRAL = EMPTY.replace("<think>", "[THINK]").replace("</think>", "[/THINK]\n")
 ENDING = (  # the text where the chat ends, as Phi-4-mini's does; tried without: "rewrites earlier turns"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
@@ -83,7 +80,6 @@ MARKING = (  # where the chat ends
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{{ '<assistant>' if add_generation_prompt else '<end>' }}"
 )
-BEGINNING = "{{ messages[0].role }}:" + THINKING  # with the assistant's turn; it fails without a message
 REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
 MARKS_TEXT = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
 MARKED_REWRITING = REWRITING.replace("{{ m.content }}", MARKS_TEXT + "{% else %}{{ m.content }}{% endif %}")
@@ -108,15 +104,11 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}"),
         (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>"),
         # Thoughts that a template writes for those that a turn doesn't have.
-        *((CHATS, {"m": [CHAT], "template": empty}, "Yo<end>\nCiao<end>\n") for empty in (EMPTY, MAGISTRAL)),
+        (CHATS, {"m": [CHAT], "template": EMPTY}, "Yo<end>\nCiao<end>\n"),
         (CHATS, {"m": [CHAT], "template": PROMPTED_EMPTY}, "Yo<end>\nCiao<end>\n"),
         (CHATS, {"m": [OWN_THOUGHT], "template": MARKING}, "<think></think>Yo<end>"),
         # Marks decide where there are any. Tried without: the assistant's name is learnt; others are refused.
         (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!"),
-        (
-            CHATS, {"m": [CHAT[2:4], CHAT[2:]], "template": BEGINNING},
-            "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n",
-        ),
     ],
 )  # fmt: skip
 def test_what_is_learnt(row_format: Columns, given: dict[str, Any], learns: str) -> None:
@@ -341,7 +333,6 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[str]]]] = {
     # Kinds of files, as other programs write them; their values: test_reading.py.
     "in capitals": ({"a.CSV": 'text,n\n"a, b",1\nnull,2\n'}, {}, [["a, b", "null"]]),
     "pandas', with its index": ({"a.csv": ",text\n0,one\n"}, {"text_column": "text"}, [["one"]]),
-    "with a long cell": ({"a.csv": f"text,label\none,{'x' * 200_000}\n"}, {}, [["one"]]),
     # Names of files say their split, and hidden ones are not read. Tried without: the backup is trained on too.
     **{
         f"names, {asked} to evaluate on": (
@@ -414,27 +405,3 @@ def test_the_assistants_turns_are_marked_and_packed_documents_ruled_off() -> Non
 )
 def test_what_is_read_and_what_contributes(row: Any, settings: dict[str, Any], expected: str) -> None:
     assert shown(row, packing=False, **settings).split("────\n")[1] == expected
-
-
-def test_all_that_contributes_is_marked_in_every_example(made: Path) -> None:
-    """Of packed documents with masked prompts; and what is left of all marks is what is read."""
-    task = tiny.task(dataset=f"{made}/questions.jsonl", sequence_length=128)
-    train, _ = task.build_datasets()
-    decode = byte_tokenizer().decode
-    for index in range(len(train)):
-        header, *texts = re.split(r"\n──── .* ────\n", task.preview(train, index))
-        (chunks,) = train.__getitems__([index])
-        labels = [chunk["labels"] for chunk in chunks]
-        expected = [decode(of[of != -100]) for of in labels]
-        assert ["".join(re.findall("⟦(.*?)⟧", text, re.DOTALL)) for text in texts] == expected
-        read = [decode(np.append(chunk["input_ids"], chunk["labels"][-1])) for chunk in chunks]
-        assert [re.sub("[⟦⟧]", "", text) for text in texts] == read
-        sizes = sum(map(len, labels)), sum(np.count_nonzero(of != -100) for of in labels)
-        assert header.startswith(f"{sizes[0]} tokens, {sizes[1]} of them (")
-
-
-def test_a_classifiers_text_comes_with_its_label(models: Path) -> None:
-    write({f"data/{name}.csv": "text,label\nso good,pos\nso bad,neg\n" for name in ("train", "dev")})
-    task = tiny.task(TextClassification, dataset="data", model=f"{models}/bert")
-    train, _ = task.build_datasets()
-    assert [task.preview(train, i) for i in range(2)] == [f"{END}so good\nlabel: pos", f"{END}so bad\nlabel: neg"]

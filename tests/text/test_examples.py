@@ -146,15 +146,6 @@ def test_rows_that_do_not_fit_are_named(models: Path) -> None:
     assert refused([row, {**row, "prompt": "a" * 20}], *dpo, sequence_length=20) == expected
 
 
-def test_a_dry_run_shows_their_examples(models: Path) -> None:
-    """Tags at the first piece of each word."""
-    row = {"tokens": ["Ur", "."], "tags": ["B-LOC", "O"], "prompt": "a", "chosen": "b", "rejected": "cd"}
-    tags, dpo = task_on([row], TokenClassification, models / "bert"), task_on([row], Dpo, models / "llama")
-    assert tags.preview(tags.build_datasets()[0], 0) == "<|endoftext|> Ġ/B-LOC U r Ġ/O ."
-    shown = json.loads(dpo.preview(dpo.build_datasets()[0], 0))
-    assert shown == {"input_ids": "torch.int64 (2, 4), 0 to 256", "labels": "torch.int64 (2, 4), -100 to 256"}
-
-
 @needs("src/check")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS_AND_TAGS)

@@ -207,17 +207,6 @@ def test_adapters_say_from_anywhere_which_model_they_belong_to(tmp_path: Path, m
         assert (config.base_model_name_or_path, config.revision) == (expected, "v2")
 
 
-def test_what_text_does_not_pass_through_is_not_trained() -> None:
-    """A vision tower; DDP would wait for its gradients."""
-    vision = {**tiny.SIZES, "image_size": 16, "patch_size": 8}
-    config = AutoConfig.for_model("gemma3", text_config=SMALL, vision_config=vision, mm_tokens_per_image=4)
-    model = LanguageModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained == {name for name, _ in model.named_parameters() if "language_model" in name or "lm_head" in name}
-    model("loss", **batch()).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-
-
 # ---------------------------------------------------------------------------------------- precision, memory, operations
 @pytest.mark.parametrize("chunks", [1, 19, 64])
 @pytest.mark.parametrize(("is_autocast", "bound"), [(True, 1e-3), (False, 2e-3)])

@@ -20,7 +20,6 @@ from src.tasks.text.loss import attention_by_document, document_lengths, require
 from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import Launch, Rounding, Whole, slow
 from tests.test_parity import assert_same_curve
-from tests.text import tiny
 from tests.text.conftest import Trained
 from tests.text.tasks import TEXT, of, over
 
@@ -116,31 +115,6 @@ def test_with_dropout_it_resumes_to_the_last_bit(
     run = TEXT["lm with dropout"].ready(shared).run(launch, *few, folder=folder, **over(1, 2)).succeeded()
     assert "after step 2, from" in run.stdout
     assert_same_run(run, expected)
-
-
-@pytest.mark.parametrize(("size", "packing"), [(2, True), (3, True), (4, False)])
-def test_the_parts_of_a_batch_add_up_to_it(made: Path, size: int, packing: bool) -> None:
-    """Each token and each target is in one part, and the labels are those of the tokens after them, wherever these
-    are."""
-
-    def collated(cp: ContextParallel) -> Any:
-        task = tiny.task(dataset=f"{made}/questions.jsonl", packing=packing)
-        task.state.cp = cp
-        dataset, _ = task.build_datasets()
-        batch = task.collate(dataset.__getitems__([*range(5)]))
-        inputs = batch["inputs"]
-        labels = torch.full(inputs["input_ids"].shape, -100)
-        labels.view(-1)[inputs["index"]] = inputs["targets"]
-        return batch, (inputs["input_ids"], inputs["position_ids"], labels)
-
-    whole, expected = collated(ContextParallel())
-    parts, tensors = zip(*(collated(ContextParallel(rank, size)) for rank in range(size)), strict=True)
-    for own, tensor in zip(zip(*tensors, strict=True), expected, strict=True):
-        joined = torch.cat(own, 1)
-        assert torch.equal(joined[:, : tensor.shape[1]], tensor)
-    assert (joined[:, tensor.shape[1] :] == -100).all()
-    assert sum(part["tokens"] for part in parts) == whole["tokens"]
-    assert sum(part["pairs"] for part in parts) == pytest.approx(whole["pairs"])
 
 
 # ------------------------------------------------------------------------------------------- which kinds of decoders

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.config.errors import UserError
 from src.tasks.text.chats import MOST_TOKENS, Question
-from src.tasks.text.tokenizing import byte_tokenizer
 from tests.launching import Whole, slow
 from tests.text import tiny
 from tests.text.tasks import EARLY
@@ -61,14 +60,6 @@ def test_answers_are_those_of_transformers_before_and_after(
     assert f"answers with the right facts: {right['before']} of 3 before, {right['after']} of 3 after" in run.stdout
     for when, number in right.items():
         assert run.summary[f"eval/right_answers_{when}"] == pytest.approx(number / 3)
-
-
-def test_an_answer_ends_where_the_models_own_chat_template_ends_a_turn(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|pad|>{% endfor %}"
-    tokenizer.save_pretrained(tiny.llama(tmp_path))
-    model = tiny.task(model=str(tmp_path)).build_model()
-    assert model.lm.generation_config.eos_token_id == [256, 257]
 
 
 def test_an_answer_is_right_if_it_has_all_the_facts() -> None:

@@ -190,14 +190,10 @@ def test_prompts_packed_or_not_and_labelled_rows_lose_nothing_that_map_style_has
             tokens.append(sorted((chunk["input_ids"].tolist(), chunk["labels"].tolist()) for chunk in chunks))
         assert tokens[0] == tokens[1]
     tiny.reviews(Path("reviews"))
-    Path("labelled").mkdir()
-    for name, split in (("train.tsv", "train"), ("dev.tsv", "validation")):
-        texts, labels = zip(*(line.split("\t") for line in Path("reviews", name).read_text().splitlines()), strict=True)
-        parquet.write_table(pa.table({"text": texts, "label": labels}), f"labelled/{split}.parquet", row_group_size=7)
     found = []
     for streaming in (True, False):
         settings = {"model": f"{models}/bert", "streaming": streaming, "shuffle_window": 50}
-        of = tiny.task(TextClassification, dataset="labelled", **settings)
+        of = tiny.task(TextClassification, dataset="reviews", **settings)
         train, evaluation = of.build_datasets()
         batch = of.collate(samples(train, [*range(len(train))]))
         pairs = zip(batch["inputs"]["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
