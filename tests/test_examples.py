@@ -56,9 +56,7 @@ IMAGES_AND_TABLES = {
 
 
 @pytest.mark.slow
-def test_batch_norm_depends_on_the_processes_but_not_on_the_strategy(
-    whole: Whole, rounding: Rounding, shared: Path
-) -> None:
+def test_batch_norm_depends_on_processes_not_on_strategy(whole: Whole, rounding: Rounding, shared: Path) -> None:
     """Its statistics are the first process's for all, as DDP has them. Tried without sending them: in the next test,
     the evaluation under FSDP has another loss than the export."""
     task = IMAGES_AND_TABLES["pictures"].ready(shared)
@@ -197,9 +195,7 @@ def test_what_is_transparent_is_white(grey: Image.Image, tmp_path: Path, mode: s
         assert_shown(tmp_path / "a.png", grey.point(lambda value: value or 255))
 
 
-def test_pictures_that_have_no_white_or_are_a_bomb_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_without_white_and_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ("I", "F"):
         Image.new(mode, (4, 4)).save(tmp_path / f"{mode}.tiff")
         with pytest.raises(UserError, match=rf"{mode}\.tiff: cannot be read: its mode {mode} does not say which"):

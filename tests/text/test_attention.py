@@ -109,7 +109,7 @@ def test_a_model_that_asks_for_more_than_the_kernel_has_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [FULL, HALF, torch.float16])
-def test_a_model_is_accepted_if_its_documents_stay_apart(
+def test_a_model_is_taken_if_documents_stay_apart(
     monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
 ) -> None:
     """Tried with a small model whose windows are the large one's: one without windows passes too."""

@@ -17,9 +17,7 @@ def classifier(train: str, dev: str, **settings: Any) -> Any:
     return tiny.task(TextClassification, dataset="data", **settings)
 
 
-def test_numbers_are_in_the_order_of_their_size_and_get_the_names_that_the_dataset_has_for_them(
-    models: Path, tmp_path: Path
-) -> None:
+def test_labels_are_in_the_order_of_their_numbers_and_have_their_names(models: Path, tmp_path: Path) -> None:
     assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
     assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
     features = Features({"label": ClassLabel(names=["neg", "pos", "9"]), "text": Value("string")})

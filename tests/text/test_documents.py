@@ -121,9 +121,7 @@ def test_what_is_learnt(row_format: Columns, given: dict[str, Any], learns: str)
         assert all(label in (-100, following) for label, following in zip(labels[:-1], ids[1:], strict=True))
 
 
-def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_text_makes_several_chunks_and_long_prompts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenized at once or slice by slice."""
     texts = ["ab\ncd\n" * 5 + "x" * 30 + "ü", "short", "é\n" * 20]
     table = chunks(TEXT, length=10, t=texts)
@@ -172,9 +170,7 @@ def test_roles_are_written_as_the_template_expects_and_one_that_nobody_knows_is_
         (PAIR, {"q": [f"{END}hi", "hi"], "a": [f"yo{END}", "yo"]}, {"q": ["hi"] * 2, "a": ["yo"] * 2}),
     ],
 )
-def test_rows_that_have_their_first_and_last_token_get_no_second_one(
-    row_format: Columns, templated: Any, plain: Any
-) -> None:
+def test_rows_with_a_first_and_last_token_get_no_second_one(row_format: Columns, templated: Any, plain: Any) -> None:
     """As a template has written them; how many there are is said. Tried without: two of each."""
     marked, bare = chunks(row_format, **templated), chunks(row_format, **plain)
     for name in ("input_ids", "labels", "targets"):
@@ -238,9 +234,7 @@ def test_the_tokens_that_end_a_turn_are_found_in_the_chat_template(turn: str, en
 
 
 @pytest.mark.parametrize(("eos", "ends"), [("<|endoftext|>", [256, 258]), ("<|end|>", [258, 256])])
-def test_a_base_model_is_exported_to_end_where_its_tokenizer_and_chat_template_do(
-    models: Path, tmp_path: Path, eos: str, ends: list[int]
-) -> None:
+def test_a_base_model_is_exported_to_end_a_turn(models: Path, tmp_path: Path, eos: str, ends: list[int]) -> None:
     """And still where it ended before. Tried without the mark of the template: [256]."""
     tokenizer = ending("{{ m.content }}<|end|>", eos)
     model: Any = AutoModelForCausalLM.from_pretrained(models / "llama")

@@ -19,9 +19,7 @@ from tests.text.hub import serving
 from train import run_settings
 
 
-def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetched_model_is_found(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline. Its card names it, and the data."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -37,9 +35,7 @@ def test_a_model_is_found_by_its_name_and_revision_where_it_was_fetched_to(
     assert "datasets" not in tiny.task(**named, dataset="s3://team/data")._cards()[""]  # the Hub refuses it
 
 
-def test_a_dataset_is_read_as_its_files_on_the_hub_say_and_found_by_its_configuration(
-    launch: Launch, tmp_path: Path
-) -> None:
+def test_a_dataset_is_read_as_its_files_on_the_hub_say(launch: Launch, tmp_path: Path) -> None:
     """Or as `hf download` leaves it. Tried with load_dataset: 2024-01-04 00:00:00."""
     tiny.write({
         "data/README.md": "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: a.jsonl\n"

@@ -85,9 +85,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", [*DECODERS, "a head with adapters"])
 @pytest.mark.parametrize("chunk", [64 * 5, 2**24])  # five tokens at once; all
-def test_the_loss_and_its_gradients_are_those_of_the_models_own_logits(
-    monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int
-) -> None:
+def test_the_loss_is_that_of_the_models_own_logits(monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int) -> None:
     model = build("llama" if "adapters" in kind else kind)
     if "adapters" in kind:
         lora = Lora(r=2, target_modules=["q_proj", "lm_head"])
@@ -210,7 +208,7 @@ def test_adapters_say_from_anywhere_which_model_they_belong_to(tmp_path: Path, m
 # ---------------------------------------------------------------------------------------- precision, memory, operations
 @pytest.mark.parametrize("chunks", [1, 19, 64])
 @pytest.mark.parametrize(("is_autocast", "bound"), [(True, 1e-3), (False, 2e-3)])
-def test_in_bf16_the_gradients_are_those_of_fp32_however_many_chunks_there_are(
+def test_in_bf16_gradients_are_those_of_fp32_in_any_number_of_chunks(
     is_autocast: bool, bound: float, chunks: int
 ) -> None:
     """Of the same rounded states and weight: 4e-4 off, by the rounded gradient of the logits. FSDP has weights, and so

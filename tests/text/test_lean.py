@@ -70,7 +70,7 @@ def pretrained(name: str, folder: Path, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize("processes", [2, slow(4)])
-def test_each_weight_is_bitwise_what_one_process_loads(
+def test_each_weight_is_bitwise_that_of_one_process(
     launch: Launch, models: Path, tmp_path: Path, processes: int
 ) -> None:
     """From one file of fp32 or several of bf16, tied, experts, a classifier's new head; and with adapters on all these,

@@ -105,9 +105,7 @@ def test_a_run_resumes_under_any_other_strategy(
     assert f"saved under {saved.summary['strategy']} x {saved.summary['num_processes']}" in run.stdout
 
 
-def test_with_dropout_it_resumes_to_the_last_bit(
-    launch: Launch, trained: Trained, shared: Path, tmp_path: Path
-) -> None:
+def test_with_dropout_it_resumes_exactly(launch: Launch, trained: Trained, shared: Path, tmp_path: Path) -> None:
     """Each process draws the masks of its own part."""
     few: Any = ("fsdp_cp", "--max_steps=4", "--save_every=2", "--log_every=1")
     expected = trained("lm with dropout", *few, **over(1, 2))
@@ -148,9 +146,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("kind", "more", "says"), [*((*case, None) for case in SPLITTABLE), *REFUSED], ids=lambda value: str(value)[:12]
 )
-def test_decoders_that_mix_tokens_in_attention_alone_can_be_shared_and_others_are_refused_in_one_line(
-    kind: str, more: dict[str, Any], says: str | None
-) -> None:
+def test_decoders_that_mix_tokens_elsewhere_are_refused(kind: str, more: dict[str, Any], says: str | None) -> None:
     """Packed or not. Halves have the logits of whole sequences."""
     for packing in (True, False):
         config = CONFIG_MAPPING[kind](**NARROW | more)

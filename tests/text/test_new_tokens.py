@@ -20,9 +20,7 @@ from tests.text.tasks import SMOLLM2
     ("name", "base"),
     [("new tokens, tied", "tied"), ("new tokens, untied", "untied"), slow("chat with new tokens", SMOLLM2)],
 )
-def test_rows_are_trained_beside_adapters_and_nothing_else_of_the_first_and_the_last_layer(
-    trained: Trained, models: Path, name: str, base: str
-) -> None:
+def test_only_the_rows_of_new_tokens_are_trained(trained: Trained, models: Path, name: str, base: str) -> None:
     """That of one process has the same curve: test_parity.py."""
     folder = trained(name, "fsdp").folder / "model"
     auto: Any = AutoModelForCausalLM
@@ -58,9 +56,7 @@ def test_what_is_exported_is_loaded_with_its_tokens(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("tied", 1), ("untied", 2)])
-def test_rows_start_as_the_mean_of_the_others_and_all_are_trained_without_adapters(
-    models: Path, name: str, layers: int
-) -> None:
+def test_rows_start_as_the_mean_of_the_others(models: Path, name: str, layers: int) -> None:
     """Muon leaves them to AdamW, as it does embeddings."""
     settings: Any = {"model": f"{models}/{name}", "sequence_length": 64, "new_tokens": ["<|im_start|>", "<|im_end|>"]}
     model = tiny.task(**settings).build_model()

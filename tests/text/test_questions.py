@@ -38,9 +38,7 @@ def greedy(model: Any, tokenizer: Any, question: str) -> str:
 @pytest.mark.parametrize(
     "yaml", ["fsdp", *map(slow, ("cpu", "ddp", "fsdp_cp", "fsdp_grad_op", "fsdp_offload", "hsdp"))]
 )
-def test_answers_are_those_of_transformers_before_and_after(
-    whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str
-) -> None:
+def test_answers_are_those_of_transformers(whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str) -> None:
     """Asked together, to any number of processes. Tried with padding on the right, and with the adapters on twice."""
     run = whole(yaml, *arguments)
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")

@@ -123,7 +123,7 @@ def test_windows_of_long_rows_have_fewer_of_them() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ packing
-def test_a_window_is_packed_as_tightly_as_map_style_or_makes_sequences_a_little_longer_and_loses_nothing() -> None:
+def test_a_window_is_packed_as_tightly_as_map_style_and_loses_nothing() -> None:
     lengths = np.random.default_rng(0).integers(1, 65, 300)
     tight = best_fit(lengths, 64)
     assert packed(lengths.tolist(), 64, len(tight) + 3) == [*tight, [], [], []]
@@ -241,9 +241,7 @@ def test_rows_that_changed_are_tokenized_anew_even_where_the_footer_is_as_before
     assert old[7] == new[8] == 40
 
 
-def test_processes_of_a_machine_tokenize_no_block_twice_unless_the_bounded_cache_has_lost_it(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_block_is_tokenized_twice_unless_the_cache_lost_it(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads stand in for them. Then with a cache of the size of about three blocks."""
     folder = cache_folder() / "blocks"
     made: list[str] = []
@@ -346,7 +344,7 @@ def test_a_mixture_records_losses_and_tokens_by_source(alone: Run) -> None:
 
 
 @pytest.mark.parametrize(("processes", "workers"), [(2, 2), slow(3, 0), slow(1, 2), slow(4, 0), slow(4, 2)])
-def test_sequences_and_curve_are_the_same_at_any_number_of_processes(
+def test_any_number_of_processes_has_the_same_sequences(
     processes: int, workers: int, alone: Run, trained: Trained
 ) -> None:
     yaml, more = how(processes)
@@ -356,9 +354,7 @@ def test_sequences_and_curve_are_the_same_at_any_number_of_processes(
     assert_same(run, alone)
 
 
-def test_a_run_that_was_killed_goes_on_with_the_next_sequences_at_another_number_of_processes(
-    alone: Run, launch: Launch, shared: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_with_the_next_row(alone: Run, launch: Launch, shared: Path, tmp_path: Path) -> None:
     """As it was on one, on two under FSDP. Killed for real, and often: the next test."""
     folder = cut_back(alone, tmp_path / "run", 12)
     (folder / "sequences-0.jsonl").unlink()

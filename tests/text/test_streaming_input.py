@@ -164,9 +164,7 @@ def test_rows_to_evaluate_on_are_of_any_kind_of_file_and_named_or_left_out_and_c
     assert task.describe("eval", task.build_datasets()[1])["skipped_rows"] == 3
 
 
-def test_a_dataset_of_the_hub_is_streamed_from_the_files_that_datasets_finds_for_its_splits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dataset_of_the_hub_is_streamed_from_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their URLs, hf://datasets/name@revision/file; here of this machine. Or it lacks a split, or has a file that
     cannot be streamed. Tried without: a TypeError, as splits are no text, and a KeyError."""
     write({"a/train.jsonl": ROWS, "a/more.txt": b"{}"})

@@ -103,7 +103,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "s3://bucket/data"
 
 
-def test_s3_shows_the_same_rows_in_the_same_order_as_a_disk_though_a_third_of_the_calls_fail(
+def test_s3_shows_the_rows_of_a_disk_in_their_order_though_calls_fail(
     bucket: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its listings may tell times more finely than what it says of a file, as MinIO's do. Tried with such a time as a

@@ -62,9 +62,7 @@ def operations(run: Run) -> float:
 
 # --------------------------------------------------------------------------------------------------------- precision
 @pytest.mark.parametrize("strategy", [slow("cpu"), "fsdp"])
-def test_in_fp16_steps_that_overflow_are_skipped_and_use_up_their_part_of_the_schedule(
-    trained: Trained, strategy: str
-) -> None:
+def test_in_fp16_steps_that_overflow_are_skipped(trained: Trained, strategy: str) -> None:
     steep = ("--task.architecture.model_type=granite", "--task.architecture.logits_scaling=0.01")
     arguments = (*steep, "--global_batch_size=64", "--micro_batch_size=32", "--optim.schedule=linear")
     run = trained("scratch", strategy, *arguments, launcher_arguments=("--mixed_precision=fp16",))
@@ -101,9 +99,7 @@ def test_fp8_trains_and_exports_fp32_weights(trained: Trained, models: Path) -> 
         assert 0 < (weight - before[name]).norm() < 0.1 * before[name].norm()
 
 
-def test_adapters_on_frozen_weights_of_bf16_train_as_on_one_process_and_are_merged_in_bf16(
-    trained: Trained, models: Path
-) -> None:
+def test_adapters_on_bf16_weights_train_as_on_one_process(trained: Trained, models: Path) -> None:
     """Numbers in bf16 are off by up to half of its eps each; the losses are means of many, and 6e-6 apart."""
     how = ("--task.lora.base_dtype=bf16", "--optim.lr=1e-2", "--max_steps=6")
     one, two = (trained("lm with adapters", yaml, *how, **BF16) for yaml in ("alone", "fsdp"))
@@ -160,9 +156,7 @@ def test_the_export_is_what_was_trained(trained: Trained, made: Path, kind: str)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # as in lora.py
-def test_the_chat_models_real_weights_learn_and_are_exported_as_peft_and_transformers_compute_them(
-    trained: Trained,
-) -> None:
+def test_the_chat_models_real_weights_learn_and_are_exported(trained: Trained) -> None:
     """The logits of peft's model, of transformers' with the adapters, and of the merged model. Sums of 576 to 1,536
     products of fp32 in 30 layers differ by some 1e-6 of the largest; merged weights by as much."""
     run = trained("chat")
