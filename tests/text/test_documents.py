@@ -1,5 +1,5 @@
-"""From rows to sequences: what is learnt of text, prompts and chats, that packing drops and mixes nothing, and that
---dry-run shows it."""
+"""From rows to sequences and batches: what is learnt of text, prompts, chats and labelled rows, that packing drops and
+mixes nothing, and what --dry-run and tables show of it."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -18,7 +18,8 @@ from src.tasks.text.chats import ChatEncoder, as_tools, ends_of_turn
 from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
-from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
+from src.tasks.text.text_classification import TextClassification
+from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer, sorted_labels
 from tests.text import tiny
 from tests.text.tiny import END, write
 
@@ -399,3 +400,49 @@ def test_the_assistants_turns_are_marked_and_packed_documents_ruled_off() -> Non
 )
 def test_what_is_read_and_what_contributes(row: Any, settings: dict[str, Any], expected: str) -> None:
     assert shown(row, packing=False, **settings).split("────\n")[1] == expected
+
+
+def classifier(train: str, dev: str, **settings: Any) -> Any:
+    """The task on tables of this content."""
+    tiny.write({"data/train.csv": train, "data/dev.csv": dev})
+    return tiny.task(TextClassification, dataset="data", **settings)
+
+
+def test_labels_are_in_the_order_of_their_numbers_and_have_their_names(models: Path, tmp_path: Path) -> None:
+    assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
+    assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
+    features = Features({"label": ClassLabel(names=["neg", "pos", "9"]), "text": Value("string")})
+    table = Dataset.from_dict({"label": [1, 0, -1, 2], "text": ["a", "b", "c", "d"]}, features=features)
+    table.to_parquet(tmp_path / "a.parquet")
+    task = tiny.task(TextClassification, model=f"{models}/bert", dataset="a.parquet", eval_from="all")
+    _, evaluation = task.build_datasets()
+    assert [task.preview(evaluation, i).split("label: ")[1] for i in range(4)] == ["pos", "neg", "-1", "9"]
+
+
+def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(models: Path) -> None:
+    settings = {"model": f"{models}/bert", "text_column": "a", "text_pair_column": "b", "label_column": "same"}
+    tables = f"a,b,same\nhi,ho,0\nab,{'b' * 50},1\n", "a,b,same\nx,y,0\n"
+    task = classifier(*tables, sequence_length=10, **settings)
+    train, evaluation = task.build_datasets()
+    assert train["length"][:] == [6, 10]  # both texts, each after the byte tokenizer's <|endoftext|>
+    counted = {"tokens": 16, "truncated": 1, "skipped_rows": 0}
+    assert task.describe("train", train) == counted | {"labels": 2, "label 0": 1, "label 1": 1}
+    assert task.describe("eval", evaluation)["truncated"] == 0
+
+
+def test_mistakes_show_the_texts_as_they_were_written_in_the_order_of_the_evaluation_set(models: Path) -> None:
+    """Tried without the order by length: the texts are another example's. Tried without the cut."""
+    rows = ["A\tlong  text, CAFÉ\tits second\tyes\n", f"B\t{'x' * 300}\tb\tno\n", "C\tShort\tc\tyes\n"]
+    tiny.write({f"data/{name}.tsv": "id\tfirst\tsecond\tlabel\n" + "".join(rows) for name in ("train", "dev")})
+    pair = {"text_column": "first", "text_pair_column": "second"}
+    task = tiny.task(TextClassification, model=str(models / "bert"), dataset="data", **pair)
+    _, evaluation = task.build_datasets()
+    references = torch.tensor(evaluation["label"][:])
+    outputs = {"references": references, "predictions": 1 - references, "probabilities": torch.eye(2)[1 - references]}
+    mistakes = task.tables(outputs, evaluation)["mistakes"]
+    named = {row["index"]: (row["text"], row["text_pair"], row["label"], row["prediction"]) for row in mistakes}
+    assert named == {
+        0: ("Short", "c", "yes", "no"),
+        1: ("long  text, CAFÉ", "its second", "yes", "no"),
+        2: ("x" * 200, "b", "no", "yes"),
+    }

@@ -1,7 +1,7 @@
 """Sequences that several processes share (context parallelism, fsdp_cp.yaml): the curve, the metrics and the random
 numbers of one process alone, under any strategy before and after; and which kinds of decoders can be shared.
 
-What --check finds of it: test_check.py. Streamed mixtures: test_streaming.py. Answers: test_questions.py."""
+What --check finds of it: test_check.py. Streamed mixtures: test_streaming.py. Answers: test_chat.py."""
 
 import itertools
 from functools import partial
