@@ -135,8 +135,7 @@ def test_long_text_makes_several_chunks_and_long_prompts_are_cut(monkeypatch: py
 
 
 def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
-    """ShareGPT's names, other names of roles, whatever their case (tried without: nothing is learnt), and content in
-    parts. An answer of weight 0 is not learnt."""
+    """ShareGPT's names, other names and cases of roles, content in parts. An answer of weight 0 is not learnt."""
     names = {"system": "system", "user": "Human", "assistant": "gpt"}
     sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
     parts = [{"role": names[m["role"]], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in CHAT]
@@ -181,8 +180,7 @@ def test_rows_with_a_first_and_last_token_get_no_second_one(row_format: Columns,
 
 
 def test_calls_of_tools_are_learnt_with_their_arguments_as_they_were_written() -> None:
-    """With their nulls, types and the order of their keys, which differ by row; and the tools that there are. Tried
-    with the nulls taken out, and with one type for all rows."""
+    """And the tools that there are. Tried with the nulls taken out, and with one type for all rows."""
     arguments: list[Any] = [
         '{"city": "Bern"}', {"date": "2024-01-04", "n": None}, {"n": "1", "date": None}, {"n": 1.0, "x": [{"a": None}]},
     ]  # fmt: skip
@@ -259,9 +257,8 @@ def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
 
 
 def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
-    """Which are known without asking a device. Padding goes on, and is a document where lengths are given; empty ones
-    make their number, and the most tokens, a power of two, so that few shapes occur. Pairs of tokens, of one with
-    itself too, are counted as the model's masks have them: tried with the square of the length."""
+    """Padding goes on, and is a document where lengths are given; empty ones make their number a power of two. Pairs
+    of tokens are counted as the model's masks have them: tried with the square of the length."""
     task = tiny.task(dataset="x", sequence_length=8)
     chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32)}
     batch = task.collate([[chunk, chunk], [chunk]])
@@ -289,8 +286,7 @@ def loaded(files: dict[str, Any], **settings: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize("dataset", FILES)
 def test_tokenizing_and_cutting_are_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str) -> None:
-    """A file's content decides, not its time, which tar, rsync and the layers of an image set. Tried without: the old
-    rows."""
+    """A file's content decides, not its time, which tar and rsync set. Tried without: the old rows."""
 
     def read(content: bytes = tiny.content(dataset, FILES[dataset]), **more: bool) -> tuple[list[str], set[Path]]:
         Path(dataset).write_bytes(content)
@@ -376,8 +372,7 @@ def shown(*rows: Any, **settings: Any) -> str:
 
 
 def test_the_assistants_turns_are_marked_and_packed_documents_ruled_off() -> None:
-    """The first token is never one, and the last one is that after all which is read. Tried with marks that are not
-    shifted: ⟦>Yo⟧; and without the last label: no end mark."""
+    """Tried with marks that are not shifted: ⟦>Yo⟧; and without the last label: no end mark."""
     beginning = f"{END}<system>Be brief.{END}<user>Hi{END}"
     assert shown({"messages": CHAT}, {"messages": CHAT[3:]}).splitlines() == [
         "93 tokens, 13 of them (14.0%) contribute to the loss",
@@ -402,12 +397,6 @@ def test_what_is_read_and_what_contributes(row: Any, settings: dict[str, Any], e
     assert shown(row, packing=False, **settings).split("────\n")[1] == expected
 
 
-def classifier(train: str, dev: str, **settings: Any) -> Any:
-    """The task on tables of this content."""
-    tiny.write({"data/train.csv": train, "data/dev.csv": dev})
-    return tiny.task(TextClassification, dataset="data", **settings)
-
-
 def test_labels_are_in_the_order_of_their_numbers_and_have_their_names(models: Path, tmp_path: Path) -> None:
     assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
     assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
@@ -421,8 +410,8 @@ def test_labels_are_in_the_order_of_their_numbers_and_have_their_names(models: P
 
 def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(models: Path) -> None:
     settings = {"model": f"{models}/bert", "text_column": "a", "text_pair_column": "b", "label_column": "same"}
-    tables = f"a,b,same\nhi,ho,0\nab,{'b' * 50},1\n", "a,b,same\nx,y,0\n"
-    task = classifier(*tables, sequence_length=10, **settings)
+    write({"data/train.csv": f"a,b,same\nhi,ho,0\nab,{'b' * 50},1\n", "data/dev.csv": "a,b,same\nx,y,0\n"})
+    task = tiny.task(TextClassification, dataset="data", sequence_length=10, **settings)
     train, evaluation = task.build_datasets()
     assert train["length"][:] == [6, 10]  # both texts, each after the byte tokenizer's <|endoftext|>
     counted = {"tokens": 16, "truncated": 1, "skipped_rows": 0}

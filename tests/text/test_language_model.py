@@ -137,9 +137,7 @@ def test_the_logits_are_never_there_all_at_once(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("compiled", [False, slow(True)])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    """The loss falls along its gradients as they say: tried with other dropout in the backward pass, by 0.57 of that.
-    One compilation serves all blocks. Before 2.13, torch's compiler fails at it.
-    """
+    """The loss falls along its gradients as they say. Tried with other dropout in the backward pass: 0.57 of that."""
     monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")  # without optimizing what is compiled: half the time
     model = build("gpt2", dropout=0.5, n_layer=3)
     if compiled and torch.__version__ < "2.13":
@@ -211,9 +209,7 @@ def test_adapters_say_from_anywhere_which_model_they_belong_to(tmp_path: Path, m
 def test_in_bf16_gradients_are_those_of_fp32_in_any_number_of_chunks(
     is_autocast: bool, bound: float, chunks: int
 ) -> None:
-    """Of the same rounded states and weight: 4e-4 off, by the rounded gradient of the logits. FSDP has weights, and so
-    gradients, of bf16: they are rounded once, which alone is 1.7e-3. Tried with sums over the chunks in bf16: 5e-3 in
-    19, 7e-3 in 64."""
+    """4e-4 off; FSDP's gradients are in bf16, which alone is 1.7e-3. Tried with sums over the chunks in bf16: 7e-3."""
     torch.manual_seed(0)
     dtype = torch.float32 if is_autocast else torch.bfloat16
     states, weight = (
@@ -235,8 +231,7 @@ def test_in_bf16_gradients_are_those_of_fp32_in_any_number_of_chunks(
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_gpu_needs_less_than_a_gigabyte_for_150_thousand_words_and_16_thousand_tokens(is_frozen: bool) -> None:
-    """Besides states and weight, and their gradients, of which the weight's is summed in fp32: 0.8 GB of logits. Tried
-    with two chunks' at once: 1.6 GB. In fp32 on a fake CPU: fake tensors on a GPU have no backward pass."""
+    """Besides states, weight and gradients: 0.8 GB of logits; with two chunks' at once, 1.6. In fp32 on a fake CPU."""
     tokens, width, words = 16_384, 1024, 150_000
     with FakeTensorMode():
         states = torch.empty(tokens, width, requires_grad=True)
@@ -275,8 +270,7 @@ def test_the_operations_of_a_step_are_those_that_torch_counts(kind: str, fields:
 
 
 def test_frozen_weights_take_no_gradients_of_their_own() -> None:
-    """Within 2%: the gradient of the first layer's input, which nothing needs then, is counted. Tried with all weights
-    taken for trained: 33% too many."""
+    """Within 2%: that of the first layer's input is counted. Tried with all weights taken for trained: 33% off."""
     lm = Lora(r=4).add_adapters(build("llama", num_hidden_layers=16).hf, None, task_type="CAUSAL_LM")
     torchs, ours = counted(LanguageModel(lm), 16)
     assert ours == pytest.approx(torchs, rel=0.02)

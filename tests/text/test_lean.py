@@ -73,13 +73,9 @@ def pretrained(name: str, folder: Path, **fields: Any) -> Path:
 def test_each_weight_is_bitwise_that_of_one_process(
     launch: Launch, models: Path, tmp_path: Path, processes: int
 ) -> None:
-    """From one file of fp32 or several of bf16, tied, experts, a classifier's new head; and with adapters on all these,
-    of fp32 themselves where the frozen weights are kept in bf16.
-    Decoders are sharded by their own blocks, have the loss and the gradients of the whole one, and need its part of
-    the bytes from one step to the next: half on two processes, a quarter on four.
-
-    Tried without: `requires_grad_` that counts as a change of values; weights that a process has no row of.
-    """
+    """From one file of fp32 or several of bf16, also under adapters. Decoders have the loss and the gradients of the
+    whole one, and need its part of the bytes between steps: half on two processes, a quarter on four. Tried without:
+    `requires_grad_` that counts as a change of values; weights that a process has no row of."""
     folders = [models / "llama", models / "bert", *(pretrained(name, tmp_path / name) for name in KINDS)]
     words = [*map(str, folders)]
     run = launch("fsdp", *words, script="tests/text/test_lean.py", processes=processes).succeeded()
@@ -123,13 +119,9 @@ def test_frozen_weights_are_bf16_where_a_gpu_computes_in_it(models: Path) -> Non
 def test_no_process_ever_holds_more_than_its_share_and_a_block(
     launch: Launch, made: Path, tmp_path: Path, shape: str, processes: int
 ) -> None:
-    """Of resident memory above what there was before the model, at its peak: when it is loaded, saved, exported and
-    resumed. Between two steps there are parameters and AdamW's state; while a checkpoint is written, a second copy of
-    them; while the model is exported, on the first process, one share more.
-
-    Tried without, at 400M: files that stay open add what is read of them, to load and resume; gradients for all of the
-    optimizer's state at once add a third to a resume. At 70M: one file for the whole model.
-    """
+    """Of resident memory at its peak, above what there was before the model. There are parameters and AdamW's state;
+    while a checkpoint is written, a copy of them; in an export, on the first process, one share more. Tried at 400M:
+    files that stay open; gradients for all of the optimizer's state at once. At 70M: one file for the whole model."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
     folder = pretrained("llama", tmp_path / "model", **heads, **SHAPES[shape])
     arguments = (

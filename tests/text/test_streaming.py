@@ -79,7 +79,6 @@ def test_an_epoch_has_each_row_of_a_million_in_ragged_files_exactly_once(tmp_pat
         rows = pa.table({"text": pa.array(["a"] * size, pa.string())})
         parquet.write_table(rows, f"data/{number}.parquet", row_group_size=1000 + 37 * number)
     index = index_files(find_files("data"), [], tmp_path / "cache")
-    assert len(index) == 64
     of = order([[group[0] for shard in index for group in shard.groups]], 10_000, [1.0], [1])
     rows = np.concatenate([of.rows(0, 1, window)[1] for window in range(len(of.shares))])
     assert np.array_equal(np.sort(rows), np.arange(1_000_000))
@@ -94,8 +93,7 @@ def test_seed_and_epoch_change_the_order_and_a_window_is_worked_out_without_thos
 
 
 def test_a_mixture_has_its_shares_in_each_window_until_a_source_is_used_up() -> None:
-    """Of 7 : 2 : 1 in windows of 100; the second source has 90 rows, twice, the third 500, of which each comes once.
-    Shares that are no whole rows are made good in the next windows."""
+    """Of 7 : 2 : 1 in windows of 100, each row once, or twice. Parts of rows are made good in the next windows."""
     of = order([[1000, 400], [90], [500]], 100, [7.0, 2.0, 1.0], [1, 2, 1])
     assert of.shares[:9].tolist() == [[70, 20, 10]] * 9
     assert of.shares[9].tolist() == [79, 9, 12] or of.shares[9, 1] == 0
