@@ -14,7 +14,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from src.tasks.text.chats import ChatEncoder, as_tools, ends_of_turn
+from src.tasks.text.chats import ChatEncoder, as_tools
 from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
@@ -213,29 +213,12 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- ends of a turn
-def ending(turn: str, eos: str = END) -> Any:
-    """A tokenizer whose chat template writes each turn so, and which has a mark to end one."""
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
-    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
-    tokenizer.eos_token = eos
-    return tokenizer
-
-
-@pytest.mark.parametrize(("turn", "ends"), [
-    ("<{{ m.role }}>{{ m.content }}<|end|>", ["<|end|>"]),
-    ("{{ m.content }}<|end|>{{ eos_token if loop.last }}", ["<|end|>", "<|endoftext|>"]),
-    ("{{ m.content }}\n", []),
-    ("{{ m.content }}{{ m.id + 1 }}<|end|>", []),  # fails without an id
-])  # fmt: skip
-def test_the_tokens_that_end_a_turn_are_found_in_the_chat_template(turn: str, ends: list[str]) -> None:
-    assert ends_of_turn(ending(turn)) == ends
-
-
 @pytest.mark.parametrize(("eos", "ends"), [("<|endoftext|>", [256, 258]), ("<|end|>", [258, 256])])
 def test_a_base_model_is_exported_to_end_a_turn(models: Path, tmp_path: Path, eos: str, ends: list[int]) -> None:
     """And still where it ended before. Tried without the mark of the template: [256]."""
-    tokenizer = ending("{{ m.content }}<|end|>", eos)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    tokenizer.chat_template, tokenizer.eos_token = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", eos
     model: Any = AutoModelForCausalLM.from_pretrained(models / "llama")
     save(model, tokenizer, model.state_dict(), tmp_path / "model")
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == ends

@@ -138,9 +138,10 @@ def jsonl(draw: random.Random, seed: int) -> bytes:
 
 
 def json_list(draw: random.Random, seed: int) -> bytes:
-    others: list[Any] = [[1], "a", None, {}] if draw.random() < 0.2 else []
-    how: Any = {"indent": draw.choice([None, 1, 4]), "ensure_ascii": draw.random() < 0.5}
-    return finished(draw, draw.choice(["", "\n"]) + json.dumps([*json_rows(draw, seed), *others], **how))
+    rows: list[Any] = json_rows(draw, seed)
+    rows += [[1], "a", None, {}] if draw.random() < 0.2 else []
+    indent, is_ascii = draw.choice([None, 1, 4]), draw.random() < 0.5
+    return finished(draw, draw.choice(["", "\n"]) + json.dumps(rows, indent=indent, ensure_ascii=is_ascii))
 
 
 def parquet_file(draw: random.Random, seed: int) -> bytes:
