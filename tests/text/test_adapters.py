@@ -1,5 +1,6 @@
-"""Adapters over frozen weights in 4 bits (by bitsandbytes), and beside the rows of new tokens."""
+"""Adapters: their checkpoints, over frozen weights in 4 bits (by bitsandbytes), and beside rows of new tokens."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from src.tasks.base import TaskState
 from src.tasks.text import model
 from src.tasks.text.model import load_exported
 from src.training.optim import build_optimizers
-from tests.faults.runs import whole_tensors
+from tests.faults.runs import cut_back, whole_tensors
 from tests.launching import Launch, slow
 from tests.text import tiny
 from tests.text.conftest import Trained
@@ -150,3 +151,15 @@ def test_rows_start_as_the_mean_of_the_others(models: Path, name: str, layers: i
     assert all(parameter.requires_grad for parameter in model.parameters())
     _, adamw = build_optimizers(Optim(name="muon"), tiny.task(**settings, lora={"r": 4}).build_model())
     assert [rows.shape for group in adamw.param_groups for rows in group["params"]] == [(2, 32)] * layers
+
+
+def test_adapters_are_saved_without_the_model_that_they_adapt(
+    launch: Launch, trained: Trained, shared: Path, models: Path, tmp_path: Path
+) -> None:
+    """And go on beside no others. Tried with saving frozen weights too, and without comparing their norm."""
+    folder = cut_back(trained("lm with adapters", "fsdp"), tmp_path / "run", 8)
+    shards = (folder / "checkpoints" / "step_00000008").glob("shard-*")
+    assert sum(shard.stat().st_size for shard in shards) < os.path.getsize(models / "llama" / "model.safetensors")
+    others = (f"--task.model={tiny.llama(tmp_path / 'other', seed=1)}", "--checkpoint.accept_changes=true")
+    other = TEXT["lm with adapters"].ready(shared).run(launch, "fsdp", *others, folder=folder)
+    assert "was trained with other frozen weights" in str(other.messages)

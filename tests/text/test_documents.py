@@ -1,8 +1,10 @@
 """From rows to sequences and batches: what is learnt of text, prompts, chats and labelled rows, that packing drops and
-mixes nothing, and what --dry-run and tables show of it."""
+mixes nothing, what --dry-run and tables show of it, and that other data are another run."""
 
+import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +16,17 @@ from datasets import ClassLabel, Dataset, Features, Value
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from src.checkpoint.compatibility import changed_settings, require_same_data
+from src.config.config import config_from
+from src.tasks import TASKS
 from src.tasks.text.chats import ChatEncoder, as_tools
 from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer, sorted_labels
+from src.training.state import Origin
+from tests.faults.runs import ORIGIN
 from tests.text import tiny
 from tests.text.tiny import END, write
 
@@ -418,3 +425,43 @@ def test_mistakes_show_the_texts_as_they_were_written_in_the_order_of_the_evalua
         1: ("long  text, CAFÉ", "its second", "yes", "no"),
         2: ("x" * 200, "b", "no", "yes"),
     }
+
+
+SWAPPED = {"falling": "rising", "rising": "falling"}
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "says"),
+    [
+        ("*.tsv", lambda text: text.replace("falling", "low"), '["falling", "rising"] -> ["low", "rising"]'),
+        ("train.tsv", lambda text: re.sub("falling|rising", lambda m: SWAPPED[m[0]], text), "labels to train on"),
+        ("dev.tsv", lambda text: text.replace("the", "teh"), "other text, images or labels to evaluate on"),
+        ("train.tsv", lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
+    ],
+)
+def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edit: Any, says: str) -> None:
+    """Renamed or swapped labels, edited or moved texts: each is named. Tried with comparing the number of examples."""
+
+    def origin(reviews: Path) -> Origin:
+        task = tiny.task(TextClassification, model=f"{models}/bert", dataset=str(reviews))
+        data = task.build_datasets()
+        fingerprints = [task.fingerprint(part) for part in data]
+        return dataclasses.replace(ORIGIN, data_state=task.state.data, fingerprints=fingerprints)
+
+    then = origin(tiny.reviews(tmp_path / "reviews"))
+    reviews = (tmp_path / "reviews").rename(tmp_path / "moved")
+    require_same_data(Path("step"), then, origin(reviews))
+    for file in reviews.glob(name):
+        file.write_text(edit(file.read_text()))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        require_same_data(Path("step"), then, origin(reviews))
+
+
+def test_a_change_within_a_mapping_is_a_change() -> None:
+    """Tried with comparing only what is no mapping."""
+    task = {"name": "causal_lm", "architecture": {"model_type": "llama"}}
+    now = config_from({"task": task, "output_dir": "run"}, TASKS)
+    then = now.model_dump(mode="json")
+    assert changed_settings(now, then) == {}
+    then["task"]["architecture"]["hidden_act"] = "relu"
+    assert list(changed_settings(now, then)) == ["task.architecture"]

@@ -69,7 +69,6 @@ def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.Mon
     can_reach_hub.cache_clear()
 
 
-# --------------------------------------------------------------------------------------------------------- uploading
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)

@@ -5,7 +5,6 @@ import copy
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -450,14 +449,3 @@ def test_an_export_names_no_attention_which_from_pretrained_would_look_for(tmp_p
     assert model.hf.config._attn_implementation == "varlen"
     model.hf.save_pretrained(tmp_path)
     assert "varlen" not in (tmp_path / "config.json").read_text()
-
-
-def test_cudnn_attention_is_switched_off_in_all_threads() -> None:
-    """The backward pass runs in threads of its own."""
-    found = []
-    for is_on in (True, False):
-        torch.backends.cuda.enable_cudnn_sdp(is_on)
-        thread = Thread(target=lambda: found.append(torch.backends.cuda.cudnn_sdp_enabled()))
-        thread.start()
-        thread.join()
-    assert found == [True, False]

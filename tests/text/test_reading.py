@@ -44,7 +44,6 @@ Values = list[dict[str, Any] | None]
 """Rows as a file has them; None where one is unreadable."""
 
 
-# ---------------------------------------------------------------------------------------------------- hostile files
 def texts(draw: random.Random, number: int) -> list[str]:
     """All alike, or of all kinds, or alike but for the last one."""
     kind = draw.random()
@@ -180,7 +179,6 @@ CHATS = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "tool_c
 """Parquet has one type for all rows: its arguments are of these."""
 
 
-# ---------------------------------------------------------------------- what must come out, by Python's own modules
 def usable(row: dict[str, Any] | None) -> Row | None:
     """What is kept of a row with these values; None: it cannot be used."""
     if row is None:
@@ -253,7 +251,6 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], bytes], Callable[[bytes], 
 }
 
 
-# ------------------------------------------------------------------------------------------------ what does come out
 class Recording:
     """Stands for a tokenizer: keeps the rows that it gets, and has a token for each."""
 

@@ -52,7 +52,6 @@ def test_a_step_of_four_micro_batches_asks_only_whether_it_is_finite(launch: Lau
     assert json.loads(run.stdout.splitlines()[-1]) == [{"_local_scalar_dense": 1}] * 2
 
 
-# --------------------------------------------------------------------------------------------- in a process of its own
 def main() -> None:
     set_seed(0)
     run = train.build(run_settings(sys.argv[1:]))

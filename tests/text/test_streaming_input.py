@@ -187,15 +187,10 @@ def test_a_dataset_of_the_hub_is_streamed_from_its_files(monkeypatch: pytest.Mon
 
 
 # --------------------------------------------------------------------------------------------- known while training
-class SilentHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_a_file_that_changes_on_a_web_server_is_noticed() -> None:
     """Of the same size. Tried with what the listing says: nothing of a file."""
     write({"web/a.jsonl": ROWS})
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SilentHandler, directory="web")) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory="web")) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         reader = reader_of(f"http://127.0.0.1:{server.server_port}/")
         file = Path("web/a.jsonl")

@@ -19,7 +19,6 @@ from src.tools.checkpoints import main as checkpoints
 from src.tools.evaluate import main as evaluate
 from src.tools.generate import main as generate
 from tests.launching import slow
-from tests.text import tiny
 from tests.text.conftest import Trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
@@ -129,7 +128,6 @@ def test_mistakes_of_generate_are_one_line(folder: str, models: Path) -> None:
             generate(arguments)
 
 
-# ------------------------------------------------------------------------------------------------------- evaluate
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, float]:
     capsys.readouterr()
     evaluate([*map(str, arguments)])
@@ -177,18 +175,6 @@ def test_all_rows_of_another_file_count(
         evaluated(capsys, *arguments)
 
 
-def test_longer_sequences_than_the_model_has_positions_for_are_refused(tmp_path: Path) -> None:
-    """Of a model from scratch, whose settings name no positions. Tried without: IndexError, at the first batch."""
-    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}
-    task = tiny.task(architecture=gpt2)
-    model = task.build_model()
-    task.export(model, model.state_dict(), tmp_path)
-    assert tiny.task(architecture=gpt2, sequence_length=32).load_export(tmp_path).lm.config.n_positions == 64
-    with pytest.raises(UserError, match="^task.sequence_length=100000: the model sees at most 64 tokens$"):
-        tiny.task(architecture=gpt2, sequence_length=100_000).load_export(tmp_path)
-
-
-# --------------------------------------------------------------------------------------------------------- export
 @pytest.mark.parametrize(("kind", "yaml"), [("lm with adapters", "fsdp"), ("classifier", "alone")])
 def test_export_of_a_transformer(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, yaml: str

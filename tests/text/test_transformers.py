@@ -59,7 +59,6 @@ def operations(run: Run) -> float:
     return record["perf/mfu"] * seconds * run.summary["num_processes"]
 
 
-# --------------------------------------------------------------------------------------------------------- precision
 @pytest.mark.parametrize("strategy", [slow("cpu"), "fsdp"])
 def test_in_fp16_steps_that_overflow_are_skipped(trained: Trained, strategy: str) -> None:
     steep = ("--task.architecture.model_type=granite", "--task.architecture.logits_scaling=0.01")
@@ -111,7 +110,6 @@ def test_adapters_on_bf16_weights_train_as_on_one_process(trained: Trained, mode
         assert (weight - merged[0][name]).norm() <= 0.02 * (merged[0][name] - before[name]).norm() + 1e-2, name
 
 
-# ----------------------------------------------------------------------------------------------------------- exports
 def evaluated(model: PreTrainedModel, tokenizer: Any, made: Path) -> float:
     """The loss on the completions of the evaluation rows, document by document, with nothing but transformers."""
     rows = [json.loads(line) for line in (made / "questions.jsonl").read_text().splitlines()]
