@@ -50,9 +50,7 @@ def test_the_base_takes_half_a_byte_for_a_weight_and_adapters_are_fp32(tmp_path:
     ("name", "few", "last", "within"),
     [(NAME, [], 1, 0.05), slow("chat", ["--max_steps=2", "--task.lora.merge=false"], 2, 0.1)],
 )
-def test_the_loss_is_near_that_of_a_bf16_base(
-    trained: Trained, name: str, few: list[str], last: int, within: float
-) -> None:
+def test_the_loss_is_near_a_bf16_bases(trained: Trained, name: str, few: list[str], last: int, within: float) -> None:
     """After 50 steps, within 5%; of the chat model's real weights within 10%, before a step and after it."""
     bf16, nf4 = (
         trained(name, "alone", *few, *base, launcher_arguments=("--mixed_precision=bf16",))
@@ -83,9 +81,7 @@ def test_adapters_alone_are_saved_and_the_merged_model_is_dense(trained: Trained
     assert not any("absmax" in name for name in merged.state_dict())
 
 
-def test_what_cannot_be_in_4_bits_is_one_line(
-    shared: Path, models: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_in_4_bits(shared: Path, models: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = TEXT[NAME].ready(shared).run(launch, "fsdp_cp")
     assert refused.exit_code == 2
     assert refused.messages[0] == (

@@ -185,16 +185,6 @@ def test_a_dataset_that_is_not_there_is_named_with_the_other_mistakes() -> None:
         assert refused(*NEW, f"dataset={dataset}", "--seed=-1") == expected
 
 
-def test_a_line_beyond_the_first_groups_is_named_by_its_number_and_left_out() -> None:
-    """As an editor has it. Tried with the number in its group: row 1853."""
-    rows: list[Any] = [{"text": f"line {i}"} for i in range(3000)]
-    rows[2900] = b'{"text": "cut'
-    data = write({"a.jsonl": rows})
-    assert refused(*NEW, data, TEXT).startswith("a.jsonl, line 2901: is not a JSON object: ")
-    _, train, evaluation, _ = built(*NEW, data, TEXT, SKIP)
-    assert len(train.chunks) + len(evaluation.chunks) == 2999
-
-
 def test_lines_that_quotes_join_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Eleven of 27 rows may be one, by a stray quote. Tried without: not a word."""
     rows = [f"line {i},{i % 2}" for i in range(27)]

@@ -154,19 +154,13 @@ def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
     assert learnt(whole) == f"Yo{END}{learnt(chunks(CHATS, m=[weighed]))}"
 
 
-def test_roles_are_written_as_the_template_expects_and_one_that_nobody_knows_is_named_with_its_turns() -> None:
-    """Templates may know others, or write them in another way."""
-    named = (
-        "{% for m in messages %}{% if m.role in ['Assistant', 'narrator', 'user'] %}<{{ m.role }}>{{ m.content }}<end>"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}<Assistant>{% endif %}"
+def test_roles_that_neither_the_standard_nor_the_template_knows_are_named_with_their_turns() -> None:
+    narrated = (
+        "{% for m in messages %}{% if m.role in ['assistant', 'narrator'] %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    table = chunks(CHATS, m=[[{"role": "Narrator", "content": "Once"}, *CHAT[1:3]]], template=named)
-    assert learnt(table) == "Yo<end>"
-    text = str(byte_tokenizer().decode(table[0]["input_ids"]))
-    assert text.startswith("<narrator>Once<end><user>Hi<end><Assistant>Yo")
+    assert learnt(chunks(CHATS, m=[[{"role": "Narrator", "content": "Once"}, CHAT[2]]], template=narrated)) == "Yo"
     chat = [{"role": role, "content": "a"} for role in ("user", "Bot", "user", "bot", "narrator")]
-    says = "of unknown roles, 2 of bot, 1 of narrator: neither system"
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match="of unknown roles, 2 of bot, 1 of narrator: neither system"):
         chunks(CHATS, m=[chat])
 
 
@@ -312,8 +306,7 @@ ONE: list[Any] = [{"text": "one"}]
 NAMES = ("my-train-0", "training", "my_dev", "testData", "train_test_split_test", ".train_backup")
 SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[str]]]] = {
     # Kinds of files, as other programs write them; their values: test_reading.py.
-    "in capitals": ({"a.CSV": 'text,n\n"a, b",1\nnull,2\n'}, {}, [["a, b", "null"]]),
-    "pandas', with its index": ({"a.csv": ",text\n0,one\n"}, {"text_column": "text"}, [["one"]]),
+    "pandas', with its index": ({"a.CSV": ",text\n0,one\n"}, {"text_column": "text"}, [["one"]]),
     # Names of files say their split, and hidden ones are not read. Tried without: the backup is trained on too.
     **{
         f"names, {asked} to evaluate on": (
@@ -329,11 +322,6 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[str]]]] = {
     ),
     "as it was downloaded": (
         {"hub/README.md": "---\n---\n", "hub/data/test-0.jsonl": [{"text": "b"}], "hub/data/train-0.jsonl": ONE}, {},
-        [["one"], ["b"]],
-    ),
-    # Tried with datasets' reader: refused, as it has no type.
-    "an empty shard": (
-        {"data/train-0.parquet": [], "data/train-1.parquet": ONE, "data/dev.parquet": [{"text": "b"}]}, {},
         [["one"], ["b"]],
     ),
     # A split that is not used need not be readable, and the others may have no columns that are named, as in GLUE.
@@ -389,7 +377,6 @@ def test_what_is_read_and_what_contributes(row: Any, settings: dict[str, Any], e
 
 def test_labels_are_in_the_order_of_their_numbers_and_have_their_names(models: Path, tmp_path: Path) -> None:
     assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
-    assert sorted_labels(["10", "9", "x"]) == ["10", "9", "x"]
     features = Features({"label": ClassLabel(names=["neg", "pos", "9"]), "text": Value("string")})
     table = Dataset.from_dict({"label": [1, 0, -1, 2], "text": ["a", "b", "c", "d"]}, features=features)
     table.to_parquet(tmp_path / "a.parquet")

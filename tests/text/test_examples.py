@@ -89,8 +89,7 @@ def test_it_learns_what_it_is_to_learn(run: Run, name: str) -> None:
 
 @needs("src/tools/evaluate.py")
 def test_its_metrics_are_those_of_the_training(run: Run, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """From what FSDP exported, which transformers loads, and from its checkpoint. Tried with the exported policy as its
-    own reference: a loss of log 2."""
+    """From what FSDP exported, and from its checkpoint. Tried with the exported policy as its own reference."""
     main = import_module("src.tools.evaluate").main
     for number, part in enumerate(("model", "checkpoints/step_*")):
         capsys.readouterr()
@@ -155,8 +154,7 @@ def test_the_check_finds_no_fault(launch: Launch, shared: Path, name: str) -> No
 
 
 def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path) -> None:
-    """Seven words, of which a tokenizer may drop one: predictions and mistakes have seven tags. Tried without: the
-    names after it are one word off, and the row counts as truncated."""
+    """As a tokenizer may drop one. Tried without: the names after it are one word off, and the row is truncated."""
     words, tags = ["the", "", "man", "Anna", "Smith", "saw", "Paris"], ["O", "O", "O", "B-PER", "I-PER", "O", "B-LOC"]
     tokenizer: Any = AutoTokenizer.from_pretrained(shutil.copytree(models / "bert", "bert"))
     splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]
@@ -172,19 +170,14 @@ def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path) -> None:
     predictions = references.clone()
     predictions[references == references[references >= 0][-1]] = 0  # of Paris
     outputs = {"predictions": predictions, "references": references}
-    assert task.predictions(outputs, dataset) == {
-        "words": [words], "references": [tags], "predictions": [[*tags[:-1], "O"]],
-    }  # fmt: skip
+    found = {"words": [words], "references": [tags], "predictions": [[*tags[:-1], "O"]]}
+    assert task.predictions(outputs, dataset) == found
     (mistake,) = task.tables(outputs, dataset)["mistakes"]
     assert (mistake["name"], mistake["mistake"]) == ("Paris", "missed")
-    short = task_on([row], TokenClassification, Path("bert"), sequence_length=8)
-    _, dataset = short.build_datasets()
-    assert short.describe("eval", dataset)["truncated"] == 1
 
 
 def test_names_are_whole() -> None:
     """As in CoNLL-2003: an I- that nothing begins begins a name. Tried without (?!\\S): AB goes on with A."""
     task = tiny.task(TokenClassification)
-    assert task._names([["I-A", "I-A", "I-AB", "O", "B-A", "B-A", "I-A"]]) == {
-        (0, 0, 1, "A"), (0, 2, 2, "AB"), (0, 4, 4, "A"), (0, 5, 6, "A"),
-    }  # fmt: skip
+    found = {(0, 0, 1, "A"), (0, 2, 2, "AB"), (0, 4, 4, "A"), (0, 5, 6, "A")}
+    assert task._names([["I-A", "I-A", "I-AB", "O", "B-A", "B-A", "I-A"]]) == found

@@ -211,9 +211,7 @@ def test_adapters_say_from_anywhere_which_model_they_belong_to(tmp_path: Path, m
 # ---------------------------------------------------------------------------------------- precision, memory, operations
 @pytest.mark.parametrize("chunks", [1, 19, 64])
 @pytest.mark.parametrize(("is_autocast", "bound"), [(True, 1e-3), (False, 2e-3)])
-def test_in_bf16_gradients_are_those_of_fp32_in_any_number_of_chunks(
-    is_autocast: bool, bound: float, chunks: int
-) -> None:
+def test_in_bf16_gradients_are_those_of_fp32_in_any_chunks(is_autocast: bool, bound: float, chunks: int) -> None:
     """4e-4 off; FSDP's gradients are in bf16, which alone is 1.7e-3. Tried with sums over the chunks in bf16: 7e-3."""
     torch.manual_seed(0)
     dtype = torch.float32 if is_autocast else torch.bfloat16
@@ -376,9 +374,7 @@ def test_a_model_that_asks_for_more_than_the_kernel_has_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [FULL, HALF, torch.float16])
-def test_a_model_is_taken_if_documents_stay_apart(
-    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
-) -> None:
+def test_it_is_used_if_documents_stay_apart(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype) -> None:
     """Tried with a small model whose windows are the large one's: one without windows passes too."""
     assert refusal(kind, dtype) == "None"
     for wrong in [mixing, *([unwindowed] if kind == "gemma3_text" else [])]:

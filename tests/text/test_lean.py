@@ -70,9 +70,7 @@ def pretrained(name: str, folder: Path, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize("processes", [2, slow(4)])
-def test_each_weight_is_bitwise_that_of_one_process(
-    launch: Launch, models: Path, tmp_path: Path, processes: int
-) -> None:
+def test_each_weight_is_bitwise_as_on_one_process(launch: Launch, models: Path, tmp_path: Path, processes: int) -> None:
     """From one file of fp32 or several of bf16, also under adapters. Decoders have the loss and the gradients of the
     whole one, and need its part of the bytes between steps: half on two processes, a quarter on four. Tried without:
     `requires_grad_` that counts as a change of values; weights that a process has no row of."""

@@ -132,18 +132,14 @@ def test_a_window_is_packed_as_tightly_as_map_style_and_loses_nothing() -> None:
     assert max(lengths[chunks].sum() for chunks in found) <= 64 / 0.9 * 1.1
 
 
-KINDS = {"alike": [4.0] * 100, "web, then books": [3.5] * 80 + [6.0] * 20, "sorted": np.linspace(2, 6, 100).tolist()}
-"""Means of the logarithms of the rows' lengths, for each group of rows."""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_few_windows_do_not_fit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("means", [[4.0] * 100, [3.5] * 80 + [6.0] * 20], ids=["alike", "web, then books"])
+def test_few_windows_do_not_fit(means: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond two standard deviations: one in 44. Tried without the variance of the sample's mean: 20 of 160."""
     monkeypatch.setattr(stream, "SAMPLED", 25)
     misfits, windows, capacity, group = 0, 0, 256, 100
     for seed in range(16):
         draw = np.random.default_rng(seed)
-        drawn_lengths = np.concatenate([draw.lognormal(mean, 0.8, group) for mean in KINDS[kind]])
+        drawn_lengths = np.concatenate([draw.lognormal(mean, 0.8, group) for mean in means])
         lengths = drawn_lengths.clip(1, capacity).astype(int)
         sizes = np.full(len(lengths) // group, group)
         source: Any = SimpleNamespace(sizes=sizes, row_bytes=lengths.reshape(-1, group).mean(1))
@@ -342,9 +338,7 @@ def test_a_mixture_records_losses_and_tokens_by_source(alone: Run) -> None:
 
 
 @pytest.mark.parametrize(("processes", "workers"), [(2, 2), slow(3, 0), slow(1, 2), slow(4, 0), slow(4, 2)])
-def test_any_number_of_processes_has_the_same_sequences(
-    processes: int, workers: int, alone: Run, trained: Trained
-) -> None:
+def test_sequences_are_the_same_on_any_processes(processes: int, workers: int, alone: Run, trained: Trained) -> None:
     yaml, more = how(processes)
     run = trained(NAME, yaml, f"--num_workers={workers}", before=RECORD, **more)
     assert sequences(run.folder) == sequences(alone.folder)

@@ -346,9 +346,7 @@ def test_waits_grow_and_then_the_shard_is_named_in_one_line(
     assert waited == [*files.WAITS] == sorted({*waited})
 
 
-def test_what_another_try_would_not_mend_is_named_at_once(
-    memory: str, waited: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_lasts_is_named_at_once(memory: str, waited: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried without: half a minute of tries, or a traceback."""
     reader = reader_of(memory)
     fail(monkeypatch, PermissionError(13, "Access Denied"))

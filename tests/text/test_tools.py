@@ -153,9 +153,7 @@ def test_the_metrics_are_the_trainings_own(
             assert nats / targets == pytest.approx(metrics["eval/loss"])
 
 
-def test_all_rows_of_another_file_count(
-    trained: Trained, made: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_all_other_rows_count(trained: Trained, made: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its labels need not be all, and keep their numbers. Tried without: a tenth of the rows."""
     other, output = tmp_path / "other.tsv", tmp_path / PREDICTIONS
     lines = (made / "reviews" / "dev.tsv").read_text().splitlines()
@@ -176,9 +174,7 @@ def test_all_rows_of_another_file_count(
 
 
 @pytest.mark.parametrize(("kind", "yaml"), [("lm with adapters", "fsdp"), ("classifier", "alone")])
-def test_export_of_a_transformer(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, yaml: str
-) -> None:
+def test_export_again(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, yaml: str) -> None:
     """The same files as the run's, the same weights to the last bit; a classifier's labels are known without data."""
     run = trained(kind, yaml)
     monkeypatch.delattr(TextTask, "open_rows")
