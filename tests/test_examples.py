@@ -20,7 +20,6 @@ from src.config.errors import UserError
 from tests.launching import Launch, Rounding, Whole, needs, slow
 from tests.tasks import Short
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 STEPS = ("--max_steps=4", "--save_every=2", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
 BATCH_NORM = "--task.norm=batch"
 
@@ -57,8 +56,7 @@ IMAGES_AND_TABLES = {
 
 @pytest.mark.slow
 def test_batch_norm_depends_on_processes_not_on_strategy(whole: Whole, rounding: Rounding, shared: Path) -> None:
-    """Its statistics are the first process's for all, as DDP has them. Tried without sending them: in the next test,
-    the evaluation under FSDP has another loss than the export."""
+    """Its statistics are the first process's for all. Tried without sending them under FSDP: another eval/loss."""
     task = IMAGES_AND_TABLES["pictures"].ready(shared)
     alone, ddp, fsdp = (task.run(whole, yaml, BATCH_NORM) for yaml in ("alone", "ddp", "fsdp"))
     assert ddp.losses[0] != pytest.approx(alone.losses[0], rel=1e-3)
@@ -223,8 +221,7 @@ def test_only_an_empty_cell_is_missing(tmp_path: Path) -> None:
 
 
 def test_the_content_of_pictures_decides_wherever_the_folder_is(tmp_path: Path) -> None:
-    """Tried with the paths in the fingerprint: a moved folder is another one; with sizes: pictures that changed places
-    are the same."""
+    """Tried with paths in the fingerprint: a moved folder differs; with sizes: swapped pictures do not."""
     before = tmp_path / "before"
     for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
         (before / folder).mkdir(parents=True)

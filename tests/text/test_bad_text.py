@@ -59,7 +59,6 @@ def write(files: dict[str, Any]) -> str:
     return f"dataset={tiny.write(files)}"
 
 
-# ------------------------------------------------------------------------------------------ refused, * is anything
 BAD_ROWS: dict[str, tuple[Any, str]] = {
     "a number": ({"text": 3}, "text is int, not text"),
     "a null": ({"text": None}, "text is empty"),
@@ -194,7 +193,6 @@ def test_lines_that_quotes_join_are_said(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == f"{Path.cwd()}/a.csv: {says}\n"
 
 
-# ------------------------------------------------------------------------------------------- tokenizers and models
 def test_code_that_comes_with_a_model_is_never_run() -> None:
     auto_map = {"AutoConfig": "configuration.Mine", "AutoModelForSequenceClassification": "modeling.Mine"}
     code = "open('it_ran', 'w')\nclass Mine: pass\n"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import Dataset
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -24,7 +24,7 @@ from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
 from src.tasks.text.text_classification import TextClassification
-from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer, sorted_labels
+from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
 from src.training.state import Origin
 from tests.faults.runs import ORIGIN
 from tests.text import tiny
@@ -80,10 +80,6 @@ THINKING = (  # as Qwen3 does: what was thought stands only in the answers after
 PROMPTED = THINKING.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")  # as DeepSeek-R1 does
 # Qwen3's, and Qwen3.5's, whose generation prompt has its beginning
 EMPTY, PROMPTED_EMPTY = THINKING.replace(">t<", ">\n\n<"), PROMPTED.replace(">t<", ">\n\n<")
-ENDING = (  # the text where the chat ends, as Phi-4-mini's does; tried without: "rewrites earlier turns"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
-)
 MARKING = (  # where the chat ends
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{{ '<assistant>' if add_generation_prompt else '<end>' }}"
@@ -109,7 +105,6 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         # Templates may write the last turn or the end otherwise.
         (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n"),
         (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n"),
-        (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}"),
         (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>"),
         # Thoughts that a template writes for those that a turn doesn't have.
         (CHATS, {"m": [CHAT], "template": EMPTY}, "Yo<end>\nCiao<end>\n"),
@@ -155,9 +150,7 @@ def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
 
 
 def test_roles_that_neither_the_standard_nor_the_template_knows_are_named_with_their_turns() -> None:
-    narrated = (
-        "{% for m in messages %}{% if m.role in ['assistant', 'narrator'] %}{{ m.content }}{% endif %}{% endfor %}"
-    )
+    narrated = "{% for m in messages if m.role in ['assistant', 'narrator'] %}{{ m.content }}{% endfor %}"
     assert learnt(chunks(CHATS, m=[[{"role": "Narrator", "content": "Once"}, CHAT[2]]], template=narrated)) == "Yo"
     chat = [{"role": role, "content": "a"} for role in ("user", "Bot", "user", "bot", "narrator")]
     with pytest.raises(ValueError, match="of unknown roles, 2 of bot, 1 of narrator: neither system"):
@@ -373,27 +366,6 @@ def test_the_assistants_turns_are_marked_and_packed_documents_ruled_off() -> Non
 )
 def test_what_is_read_and_what_contributes(row: Any, settings: dict[str, Any], expected: str) -> None:
     assert shown(row, packing=False, **settings).split("────\n")[1] == expected
-
-
-def test_labels_are_in_the_order_of_their_numbers_and_have_their_names(models: Path, tmp_path: Path) -> None:
-    assert sorted_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
-    features = Features({"label": ClassLabel(names=["neg", "pos", "9"]), "text": Value("string")})
-    table = Dataset.from_dict({"label": [1, 0, -1, 2], "text": ["a", "b", "c", "d"]}, features=features)
-    table.to_parquet(tmp_path / "a.parquet")
-    task = tiny.task(TextClassification, model=f"{models}/bert", dataset="a.parquet", eval_from="all")
-    _, evaluation = task.build_datasets()
-    assert [task.preview(evaluation, i).split("label: ")[1] for i in range(4)] == ["pos", "neg", "-1", "9"]
-
-
-def test_pairs_are_read_together_and_long_ones_are_cut_off_and_counted(models: Path) -> None:
-    settings = {"model": f"{models}/bert", "text_column": "a", "text_pair_column": "b", "label_column": "same"}
-    write({"data/train.csv": f"a,b,same\nhi,ho,0\nab,{'b' * 50},1\n", "data/dev.csv": "a,b,same\nx,y,0\n"})
-    task = tiny.task(TextClassification, dataset="data", sequence_length=10, **settings)
-    train, evaluation = task.build_datasets()
-    assert train["length"][:] == [6, 10]  # both texts, each after the byte tokenizer's <|endoftext|>
-    counted = {"tokens": 16, "truncated": 1, "skipped_rows": 0}
-    assert task.describe("train", train) == counted | {"labels": 2, "label 0": 1, "label 1": 1}
-    assert task.describe("eval", evaluation)["truncated"] == 0
 
 
 def test_mistakes_show_the_texts_as_they_were_written_in_the_order_of_the_evaluation_set(models: Path) -> None:

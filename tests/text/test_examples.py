@@ -24,7 +24,6 @@ from tests.launching import Launch, Run, Whole, needs, slow
 from tests.tasks import Short
 from tests.text import tiny
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 RESULTS = {"pairs": ("eval/accuracy", 0.95), "tags": ("eval/f1", 0.9)}
 WATCH = """
 import torch

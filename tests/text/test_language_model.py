@@ -165,8 +165,7 @@ def test_recomputing_activations_draws_the_same_dropout(monkeypatch: pytest.Monk
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_block_is_compiled_at_most_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With gradients and without, each with a mask that keeps documents apart and with none. Tried without dynamic
-    sizes, and with single rows compiled: 8, which is torch's limit."""
+    """With gradients and without, with a mask and with none. Tried without dynamic sizes: 8, which is torch's limit."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = tiny.task(sequence_length=32).build_model()
     transformed(model, rows=4, compile=True, activation_checkpointing=True)
@@ -208,7 +207,6 @@ def test_adapters_say_from_anywhere_which_model_they_belong_to(tmp_path: Path, m
         assert (config.base_model_name_or_path, config.revision) == (expected, "v2")
 
 
-# ---------------------------------------------------------------------------------------- precision, memory, operations
 @pytest.mark.parametrize("chunks", [1, 19, 64])
 @pytest.mark.parametrize(("is_autocast", "bound"), [(True, 1e-3), (False, 2e-3)])
 def test_in_bf16_gradients_are_those_of_fp32_in_any_chunks(is_autocast: bool, bound: float, chunks: int) -> None:
@@ -286,6 +284,7 @@ def test_models_of_other_layers_have_no_count(kind: str) -> None:
     assert build(kind, **SMALL | {"hidden_size": 64} | fields).flops is None
 
 
+HALF, FULL = torch.bfloat16, torch.float32
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -293,9 +292,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "mistral": SMALL | {"sliding_window": 4},
     "gemma3_text": {},  # windows in some layers
 }
-
-
-HALF, FULL = torch.bfloat16, torch.float32
 
 
 def kernel(
@@ -360,7 +356,6 @@ def test_loss_and_gradients_are_those_of_masked_attention(kind: str) -> None:
     torch.testing.assert_close(scores.sum(), expected, rtol=1e-5, atol=0)
 
 
-# ------------------------------------------------------------------------------------- what it can't do it doesn't do
 def refusal(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> str:
     return str(failure(AutoConfig.for_model(kind, **fields), "varlen", True, "cpu", dtype))
 
@@ -439,7 +434,6 @@ def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     assert summary.startswith("sdpa attention (not varlen: Llama fails on a few tokens: Could not run 'aten::_flash")
 
 
-# --------------------------------------------------------------------------------------------------------- libraries
 def test_an_export_names_no_attention_which_from_pretrained_would_look_for(tmp_path: Path) -> None:
     model = LanguageModel(build("mistral", **SMALL, sliding_window=4).lm, "varlen")
     assert model.hf.config._attn_implementation == "varlen"

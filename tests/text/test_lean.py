@@ -71,9 +71,8 @@ def pretrained(name: str, folder: Path, **fields: Any) -> Path:
 
 @pytest.mark.parametrize("processes", [2, slow(4)])
 def test_each_weight_is_bitwise_as_on_one_process(launch: Launch, models: Path, tmp_path: Path, processes: int) -> None:
-    """From one file of fp32 or several of bf16, also under adapters. Decoders have the loss and the gradients of the
-    whole one, and need its part of the bytes between steps: half on two processes, a quarter on four. Tried without:
-    `requires_grad_` that counts as a change of values; weights that a process has no row of."""
+    """From one file of fp32 or several of bf16, also under adapters. Decoders have the whole one's loss and gradients,
+    and its part of the bytes between steps. Tried without: weights that a process has no row of."""
     folders = [models / "llama", models / "bert", *(pretrained(name, tmp_path / name) for name in KINDS)]
     words = [*map(str, folders)]
     run = launch("fsdp", *words, script="tests/text/test_lean.py", processes=processes).succeeded()
@@ -107,9 +106,8 @@ def test_frozen_weights_are_bf16_where_a_gpu_computes_in_it(models: Path) -> Non
 def test_no_process_ever_holds_more_than_its_share_and_a_block(
     launch: Launch, made: Path, tmp_path: Path, shape: str, processes: int
 ) -> None:
-    """Of resident memory at its peak, above what there was before the model. There are parameters and AdamW's state;
-    while a checkpoint is written, a copy of them; in an export, on the first process, one share more. Tried at 400M:
-    files that stay open; gradients for all of the optimizer's state at once. At 70M: one file for the whole model."""
+    """Of resident memory at its peak, above what there was before the model. Tried with files that stay open, with
+    gradients for all of the optimizer's state at once (at 400M), and with one file for the whole model (at 70M)."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
     folder = pretrained("llama", tmp_path / "model", **heads, **SHAPES[shape])
     arguments = (
@@ -127,6 +125,7 @@ def test_no_process_ever_holds_more_than_its_share_and_a_block(
     sizes = [4 * sum(p.numel() for p in part.parameters()) for part in (model, model.model.layers[0], model.lm_head)]
     share, block, head = sizes[0] / processes, *sizes[1:]
     rest = 1.5 * block + 100e6
+    # parameters and AdamW's state; while a checkpoint is written, a copy of them; of an export, one share more
     most = {"load": share, "save": 6 * share, "export": 4 * share + head, "resume": 3 * share}
     found = [(phase, int(size)) for _, phase, size in lines]
     assert {phase for phase, _ in found} == most.keys()

@@ -62,8 +62,7 @@ QUICK = ("lm", "adapters, not packed")
 
 @pytest.mark.parametrize("case", [name if name in QUICK else slow(name) for name in CURVES])
 def test_the_curve_is_that_of_one_process(whole: Whole, rounding: Rounding, shared: Path, case: str) -> None:
-    """With accumulation, clipping, masked prompts and recomputed activations; and so are the metrics. Of 4 heads with 2
-    for keys, 3 processes compute two each, some of them made up; 4 get each key twice."""
+    """And so are the metrics. Of 4 heads with 2 for keys, 3 processes compute two each, some made up."""
     name, how, arguments, strategy = CURVES[case]
     task = of(TEXT[name], *arguments).ready(shared)
     run = task.run(whole, "fsdp_cp", **how)
@@ -76,11 +75,6 @@ def test_the_start_says_who_shares_what(trained: Trained) -> None:
     assert "  strategy   fsdp_cp2, 4 processes on gloo, cpu, fp32 (" in run.stdout
     assert "  batch      8 = 2 per micro-batch x 2 groups of 2 processes x 2 accumulated\n" in run.stdout
     assert "sdpa attention, across 2 processes" in run.stdout
-
-
-@pytest.mark.slow
-def test_groups_of_one_process_are_fsdp_to_the_last_bit(trained: Trained) -> None:
-    assert_same_run(trained("lm", "fsdp_cp", **over(2, 1)), trained("lm", "fsdp"))
 
 
 ONE: tuple[str, dict[str, Any]] = ("alone", {})

@@ -1,8 +1,5 @@
-"""Between two records the host waits for nothing that the device computes.
-
-`main`, in a process of its own, takes steps of a run under a mode that counts what has to wait. Attention is varlen, as
-on a GPU: with a mask, transformers asks in each forward pass whether documents share a row.
-"""
+"""Between two records the host waits for nothing that the device computes. `main`, in a process of its own, counts what
+has to wait, with varlen attention, as on a GPU: with a mask, transformers asks whether documents share a row."""
 
 import json
 import sys

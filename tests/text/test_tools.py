@@ -18,10 +18,8 @@ from src.tasks.text.reading import TextTask
 from src.tools.checkpoints import main as checkpoints
 from src.tools.evaluate import main as evaluate
 from src.tools.generate import main as generate
-from tests.launching import slow
 from tests.text.conftest import Trained
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ '[a]' if add_generation_prompt }}"
 PREDICTIONS = "predictions.parquet"
 
@@ -49,19 +47,14 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
-@pytest.mark.parametrize("kind", ["lm", "lm with adapters", slow("chat")])
+@pytest.mark.parametrize("kind", ["lm", "lm with adapters"])
 def test_greedy_continuations_are_those_of_transformers(trained: Trained, streamed: list[list[int]], kind: str) -> None:
-    """Token by token, of the run, a checkpoint and the merged model. Tried without loading a checkpoint's weights or
-    adapters."""
+    """Of the run, a checkpoint and the merged model. Tried without loading a checkpoint's weights or adapters."""
     run = trained(kind, "fsdp")
     exported = run.folder / "model"
     tokenizer: Any = AutoTokenizer.from_pretrained(exported)
     model: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     prompt, tokens = "Q: the", tokenizer("Q: the", return_tensors="pt")["input_ids"]
-    if kind == "chat":
-        chat = [{"role": "user", "content": prompt}]
-        asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        tokens = asked["input_ids"]
     expected = model.generate(input_ids=tokens, do_sample=False, max_new_tokens=40)[0].tolist()
     for source in (run.folder, max(run.folder.glob("checkpoints/*")), exported / "merged"):
         if source.exists():  # or there is nothing to merge
@@ -110,19 +103,11 @@ def test_a_chat_has_its_history_and_lines_have_none(
     assert second == goes_on.replace("ANSWER", answer.removesuffix(tokenizer.eos_token))
 
 
-def test_mistakes_of_generate_are_one_line(folder: str, models: Path) -> None:
-    """Tried without: a classifier talks with a head of random weights."""
-    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(models / "bert")
-    classifier.save_pretrained("classifier")
-    AutoTokenizer.from_pretrained(models / "bert").save_pretrained("classifier")
+def test_mistakes_of_generate_are_one_line(folder: str) -> None:
     for arguments, says in (
         ([folder, "--prompt="], "--prompt is empty"),
-        (
-            [folder, "--prompt", "x" * 300],
-            "the prompt and the chat so far have 301 tokens, but the model's limit is 256",
-        ),
+        ([folder, "--prompt", "x" * 300], "the chat so far have 301 tokens, but the model's limit is 256"),
         (["nothing", "--prompt=x"], "neither a run's output folder, nor a model, nor a checkpoint"),
-        (["classifier", "--prompt=x"], "not a language model: it lacks cls.predictions"),
     ):
         with pytest.raises(UserError, match=f"^[^\\n]*{says}[^\\n]*$"):
             generate(arguments)
