@@ -23,7 +23,6 @@ from src.checkpoint.export import push_to_hub
 from src.config.errors import UserError
 from src.tasks.text import files
 from src.tasks.text.chats import MOST_TOKENS, Question
-from src.tasks.text.files import can_reach_hub
 from src.tasks.text.meta_loading import weight_files
 from src.tools.generate import main  # room: tools
 from tests.launching import BIN, PROJECT, Launch, Whole, mistakes, slow
@@ -256,7 +255,7 @@ def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.Mon
     """Its client would ask six times for each file."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    can_reach_hub.cache_clear()
+    files.can_reach_hub.cache_clear()
     task = tiny.task(model="team/none", dataset="a.jsonl")
     began = time.monotonic()
     for load in (task.load_config, task.load_tokenizer):
@@ -265,7 +264,7 @@ def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.Mon
         says = "the Hub cannot be reached; give a folder that has it, --task.model=FOLDER"
         assert str(error.value) == f"task.model=team/none: {says}"
     assert time.monotonic() - began < 20
-    can_reach_hub.cache_clear()
+    files.can_reach_hub.cache_clear()
 
 
 @pytest.fixture
