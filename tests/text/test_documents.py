@@ -1,7 +1,10 @@
-"""From rows to sequences: what is learnt of text, prompts and chats, and that packing drops and mixes nothing."""
+"""From rows to sequences and batches: what is learnt of text, prompts, chats and labelled rows, that packing drops and
+mixes nothing, what --dry-run and tables show of it, and that other data are another run."""
 
+import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +16,17 @@ from datasets import Dataset
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from src.tasks.text.chats import ChatEncoder, as_tools, ends_of_turn
+from src.checkpoint.compatibility import changed_settings, require_same_data
+from src.config.config import config_from
+from src.tasks import TASKS
+from src.tasks.text.chats import ChatEncoder, as_tools
 from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
+from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
+from src.training.state import Origin
+from tests.faults.runs import ORIGIN
 from tests.text import tiny
 from tests.text.tiny import END, write
 
@@ -69,22 +78,12 @@ THINKING = (  # as Qwen3 does: what was thought stands only in the answers after
     "{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 PROMPTED = THINKING.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")  # as DeepSeek-R1 does
-# Qwen3's, and Qwen3.5's, whose generation prompt has its beginning; GLM's; Magistral's; one of another word
+# Qwen3's, and Qwen3.5's, whose generation prompt has its beginning
 EMPTY, PROMPTED_EMPTY = THINKING.replace(">t<", ">\n\n<"), PROMPTED.replace(">t<", ">\n\n<")
-GLM, MAGISTRAL = (
-    THINKING.replace("<think>t</think>", "\n<think></think>\n"),
-    EMPTY.replace("<think>", "[THINK]").replace("</think>", "[/THINK]\n"),
-)
-OTHER_WORD = THINKING.replace("<think>t</think>", "<memo></memo>")
-ENDING = (  # the text where the chat ends, as Phi-4-mini's does; tried without: "rewrites earlier turns"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
-)
 MARKING = (  # where the chat ends
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{{ '<assistant>' if add_generation_prompt else '<end>' }}"
 )
-BEGINNING = "{{ messages[0].role }}:" + THINKING  # with the assistant's turn; it fails without a message
 REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
 MARKS_TEXT = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
 MARKED_REWRITING = REWRITING.replace("{{ m.content }}", MARKS_TEXT + "{% else %}{{ m.content }}{% endif %}")
@@ -106,19 +105,13 @@ TRIMS = processors.ByteLevel(trim_offsets=True)  # reports tokens of white space
         # Templates may write the last turn or the end otherwise.
         (CHATS, {"m": [CHAT], "template": THINKING}, "Yo<end>\n<think>t</think>Ciao<end>\n"),
         (CHATS, {"m": [CHAT], "template": PROMPTED}, "Yo<end>\nt</think>Ciao<end>\n"),
-        (CHATS, {"m": [CHAT], "template": ENDING}, f"Yo<|end|>Ciao<|end|>{END}"),
         (CHATS, {"m": [CHAT[1:3]], "template": MARKING}, "Yo<end>"),
         # Thoughts that a template writes for those that a turn doesn't have.
-        *((CHATS, {"m": [CHAT], "template": empty}, "Yo<end>\nCiao<end>\n") for empty in (EMPTY, GLM, MAGISTRAL)),
+        (CHATS, {"m": [CHAT], "template": EMPTY}, "Yo<end>\nCiao<end>\n"),
         (CHATS, {"m": [CHAT], "template": PROMPTED_EMPTY}, "Yo<end>\nCiao<end>\n"),
-        (CHATS, {"m": [CHAT], "template": OTHER_WORD}, "Yo<end>\n<memo></memo>Ciao<end>\n"),
         (CHATS, {"m": [OWN_THOUGHT], "template": MARKING}, "<think></think>Yo<end>"),
         # Marks decide where there are any. Tried without: the assistant's name is learnt; others are refused.
         (CHATS, {"m": [CHAT[:2], CHAT[:3]], "template": MARKED_REWRITING}, "Yo!"),
-        (
-            CHATS, {"m": [CHAT[2:4], CHAT[2:]], "template": BEGINNING},
-            "Yo<end>\nYo<end>\n<think>t</think>Ciao<end>\n",
-        ),
     ],
 )  # fmt: skip
 def test_what_is_learnt(row_format: Columns, given: dict[str, Any], learns: str) -> None:
@@ -131,9 +124,7 @@ def test_what_is_learnt(row_format: Columns, given: dict[str, Any], learns: str)
         assert all(label in (-100, following) for label, following in zip(labels[:-1], ids[1:], strict=True))
 
 
-def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_text_makes_several_chunks_and_long_prompts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenized at once or slice by slice."""
     texts = ["ab\ncd\n" * 5 + "x" * 30 + "ü", "short", "é\n" * 20]
     table = chunks(TEXT, length=10, t=texts)
@@ -146,8 +137,7 @@ def test_long_text_makes_several_chunks_and_long_prompts_are_cut_off_and_counted
 
 
 def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
-    """ShareGPT's names, other names of roles, whatever their case (tried without: nothing is learnt), and content in
-    parts. An answer of weight 0 is not learnt."""
+    """ShareGPT's names, other names and cases of roles, content in parts. An answer of weight 0 is not learnt."""
     names = {"system": "system", "user": "Human", "assistant": "gpt"}
     sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
     parts = [{"role": names[m["role"]], "content": [{"type": "text", "text": c} for c in m["content"]]} for m in CHAT]
@@ -159,19 +149,11 @@ def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
     assert learnt(whole) == f"Yo{END}{learnt(chunks(CHATS, m=[weighed]))}"
 
 
-def test_roles_are_written_as_the_template_expects_and_one_that_nobody_knows_is_named_with_its_turns() -> None:
-    """Templates may know others, or write them in another way."""
-    named = (
-        "{% for m in messages %}{% if m.role in ['Assistant', 'narrator', 'user'] %}<{{ m.role }}>{{ m.content }}<end>"
-        "{% endif %}{% endfor %}{% if add_generation_prompt %}<Assistant>{% endif %}"
-    )
-    table = chunks(CHATS, m=[[{"role": "Narrator", "content": "Once"}, *CHAT[1:3]]], template=named)
-    assert learnt(table) == "Yo<end>"
-    text = str(byte_tokenizer().decode(table[0]["input_ids"]))
-    assert text.startswith("<narrator>Once<end><user>Hi<end><Assistant>Yo")
+def test_roles_that_neither_the_standard_nor_the_template_knows_are_named_with_their_turns() -> None:
+    narrated = "{% for m in messages if m.role in ['assistant', 'narrator'] %}{{ m.content }}{% endfor %}"
+    assert learnt(chunks(CHATS, m=[[{"role": "Narrator", "content": "Once"}, CHAT[2]]], template=narrated)) == "Yo"
     chat = [{"role": role, "content": "a"} for role in ("user", "Bot", "user", "bot", "narrator")]
-    says = "of unknown roles, 2 of bot, 1 of narrator: neither system"
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match="of unknown roles, 2 of bot, 1 of narrator: neither system"):
         chunks(CHATS, m=[chat])
 
 
@@ -182,10 +164,8 @@ def test_roles_are_written_as_the_template_expects_and_one_that_nobody_knows_is_
         (PAIR, {"q": [f"{END}hi", "hi"], "a": [f"yo{END}", "yo"]}, {"q": ["hi"] * 2, "a": ["yo"] * 2}),
     ],
 )
-def test_rows_that_have_their_first_and_last_token_get_no_second_one(
-    row_format: Columns, templated: Any, plain: Any
-) -> None:
-    """As a template has written them. Tried without: two of each. How many there are is said once."""
+def test_rows_with_a_first_and_last_token_get_no_second_one(row_format: Columns, templated: Any, plain: Any) -> None:
+    """As a template has written them; how many there are is said. Tried without: two of each."""
     marked, bare = chunks(row_format, **templated), chunks(row_format, **plain)
     for name in ("input_ids", "labels", "targets"):
         assert marked[name][:] == bare[name][:]
@@ -194,8 +174,7 @@ def test_rows_that_have_their_first_and_last_token_get_no_second_one(
 
 
 def test_calls_of_tools_are_learnt_with_their_arguments_as_they_were_written() -> None:
-    """With their nulls, types and the order of their keys, which differ by row; and the tools that there are. Tried
-    with the nulls taken out, and with one type for all rows."""
+    """And the tools that there are. Tried with the nulls taken out, and with one type for all rows."""
     arguments: list[Any] = [
         '{"city": "Bern"}', {"date": "2024-01-04", "n": None}, {"n": "1", "date": None}, {"n": 1.0, "x": [{"a": None}]},
     ]  # fmt: skip
@@ -228,31 +207,12 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- ends of a turn
-def ending(turn: str, eos: str = END) -> Any:
-    """A tokenizer whose chat template writes each turn so, and which has a mark to end one."""
+@pytest.mark.parametrize(("eos", "ends"), [("<|endoftext|>", [256, 258]), ("<|end|>", [258, 256])])
+def test_a_base_model_is_exported_to_end_a_turn(models: Path, tmp_path: Path, eos: str, ends: list[int]) -> None:
+    """And still where it ended before. Tried without the mark of the template: [256]."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
-    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
-    tokenizer.eos_token = eos
-    return tokenizer
-
-
-@pytest.mark.parametrize(("turn", "ends"), [
-    ("<{{ m.role }}>{{ m.content }}<|end|>", ["<|end|>"]),
-    ("{{ m.content }}<|end|>{{ eos_token if loop.last }}", ["<|end|>", "<|endoftext|>"]),
-    ("{{ m.content }}\n", []),
-    ("{{ m.content }}{{ m.id + 1 }}<|end|>", []),  # fails without an id
-])  # fmt: skip
-def test_the_tokens_that_end_a_turn_are_found_in_the_chat_template(turn: str, ends: list[str]) -> None:
-    assert ends_of_turn(ending(turn)) == ends
-
-
-@pytest.mark.parametrize(("eos", "ends"), [("<|endoftext|>", [256, 258]), ("<|end|>", [258, 256])])
-def test_a_base_model_is_exported_to_end_where_its_tokenizer_and_chat_template_do(
-    models: Path, tmp_path: Path, eos: str, ends: list[int]
-) -> None:
-    """And still where it ended before. Tried without the mark of the template: [256]."""
-    tokenizer = ending("{{ m.content }}<|end|>", eos)
+    tokenizer.chat_template, tokenizer.eos_token = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", eos
     model: Any = AutoModelForCausalLM.from_pretrained(models / "llama")
     save(model, tokenizer, model.state_dict(), tmp_path / "model")
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == ends
@@ -274,9 +234,8 @@ def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
 
 
 def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
-    """Which are known without asking a device. Padding goes on, and is a document where lengths are given; empty ones
-    make their number, and the most tokens, a power of two, so that few shapes occur. Pairs of tokens, of one with
-    itself too, are counted as the model's masks have them: tried with the square of the length."""
+    """Padding goes on, and is a document where lengths are given; empty ones make their number a power of two. Pairs
+    of tokens are counted as the model's masks have them: tried with the square of the length."""
     task = tiny.task(dataset="x", sequence_length=8)
     chunk = {"input_ids": np.array([5, 6, 7], np.int32), "labels": np.array([6, -100, 8], np.int32)}
     batch = task.collate([[chunk, chunk], [chunk]])
@@ -304,8 +263,7 @@ def loaded(files: dict[str, Any], **settings: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize("dataset", FILES)
 def test_tokenizing_and_cutting_are_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str) -> None:
-    """A file's content decides, not its time, which tar, rsync and the layers of an image set. Tried without: the old
-    rows."""
+    """A file's content decides, not its time, which tar and rsync set. Tried without: the old rows."""
 
     def read(content: bytes = tiny.content(dataset, FILES[dataset]), **more: bool) -> tuple[list[str], set[Path]]:
         Path(dataset).write_bytes(content)
@@ -340,13 +298,8 @@ def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
 ONE: list[Any] = [{"text": "one"}]
 NAMES = ("my-train-0", "training", "my_dev", "testData", "train_test_split_test", ".train_backup")
 SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[str]]]] = {
-    # Kinds of files, as other programs write them.
-    "csv": ({"a.CSV": 'text,n\n"a, b",1\nnull,2\n'}, {}, [["a, b", "null"]]),
-    "tsv": ({"a.tsv": "text\tn\na, b\t1\nnull\t2\n"}, {}, [["a, b", "null"]]),
-    "json": ({"a.json": '[{"text": "a, b", "n": 1}, {"text": "null", "n": 2}]'}, {}, [["a, b", "null"]]),
-    "Excel's, with a byte order mark": ({"a.csv": "\ufefftext,label\none,even\n"}, {}, [["one"]]),
-    "pandas', with its index": ({"a.csv": ",text\n0,one\n"}, {"text_column": "text"}, [["one"]]),
-    "with a long cell": ({"a.csv": f"text,label\none,{'x' * 200_000}\n"}, {}, [["one"]]),
+    # Kinds of files, as other programs write them; their values: test_reading.py.
+    "pandas', with its index": ({"a.CSV": ",text\n0,one\n"}, {"text_column": "text"}, [["one"]]),
     # Names of files say their split, and hidden ones are not read. Tried without: the backup is trained on too.
     **{
         f"names, {asked} to evaluate on": (
@@ -364,11 +317,6 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[str]]]] = {
         {"hub/README.md": "---\n---\n", "hub/data/test-0.jsonl": [{"text": "b"}], "hub/data/train-0.jsonl": ONE}, {},
         [["one"], ["b"]],
     ),
-    # Tried with datasets' reader: refused, as it has no type.
-    "an empty shard": (
-        {"data/train-0.parquet": [], "data/train-1.parquet": ONE, "data/dev.parquet": [{"text": "b"}]}, {},
-        [["one"], ["b"]],
-    ),
     # A split that is not used need not be readable, and the others may have no columns that are named, as in GLUE.
     "without a header": (
         {"data/train.tsv": "it's \"fine\t1\nNA\t0\n", "data/dev.tsv": "b\t1\n", "data/test.tsv": "",
@@ -384,3 +332,95 @@ def test_files_of_each_kind_are_read_as_they_stand_and_names_say_their_split(cas
     if len(expected) == 1:
         settings, expected = settings | {"eval_from": "all"}, expected * 2
     assert loaded(files, **settings) == expected
+
+
+# ----------------------------------------------------------------------------------------------------- --dry-run
+def shown(*rows: Any, **settings: Any) -> str:
+    """The first example of these rows."""
+    settings = {"sequence_length": 256, "eval_from": "all", **settings}
+    task = tiny.task(dataset=write({"rows.jsonl": rows}), **settings)
+    return task.preview(task.build_datasets()[0], 0)
+
+
+def test_the_assistants_turns_are_marked_and_packed_documents_ruled_off() -> None:
+    """Tried with marks that are not shifted: ⟦>Yo⟧; and without the last label: no end mark."""
+    beginning = f"{END}<system>Be brief.{END}<user>Hi{END}"
+    assert shown({"messages": CHAT}, {"messages": CHAT[3:]}).splitlines() == [
+        "93 tokens, 13 of them (14.0%) contribute to the loss",
+        "──── document 1 of 2 ────",
+        f"{beginning}<assistant>⟦Yo{END}⟧<user>Bye{END}<assistant>⟦Ciao{END}⟧",
+        "──── document 2 of 2 ────",
+        f"{END}<user>Bye{END}<assistant>⟦Ciao{END}⟧",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "expected"),
+    [
+        ({"text": "añb"}, {}, f"{END}⟦añb{END}⟧"),
+        ({"prompt": "Q:", "completion": " A"}, {"train_on_prompts": True}, f"{END}⟦Q: A{END}⟧"),
+        ({"messages": [*CHAT[3:], CHAT[1]]}, {}, f"{END}<user>Bye{END}<assistant>⟦Ciao{END}⟧<user>Hi"),
+        # cut off: of what is not read, the next token is shown if it contributes
+        ({"prompt": "Q:", "completion": "ABC"}, {"sequence_length": 4}, f"{END}Q:⟦AB⟧"),
+    ],
+)
+def test_what_is_read_and_what_contributes(row: Any, settings: dict[str, Any], expected: str) -> None:
+    assert shown(row, packing=False, **settings).split("────\n")[1] == expected
+
+
+def test_mistakes_show_the_texts_as_they_were_written_in_the_order_of_the_evaluation_set(models: Path) -> None:
+    """Tried without the order by length: the texts are another example's. Tried without the cut."""
+    rows = ["A\tlong  text, CAFÉ\tits second\tyes\n", f"B\t{'x' * 300}\tb\tno\n", "C\tShort\tc\tyes\n"]
+    tiny.write({f"data/{name}.tsv": "id\tfirst\tsecond\tlabel\n" + "".join(rows) for name in ("train", "dev")})
+    pair = {"text_column": "first", "text_pair_column": "second"}
+    task = tiny.task(TextClassification, model=str(models / "bert"), dataset="data", **pair)
+    _, evaluation = task.build_datasets()
+    references = torch.tensor(evaluation["label"][:])
+    outputs = {"references": references, "predictions": 1 - references, "probabilities": torch.eye(2)[1 - references]}
+    mistakes = task.tables(outputs, evaluation)["mistakes"]
+    named = {row["index"]: (row["text"], row["text_pair"], row["label"], row["prediction"]) for row in mistakes}
+    assert named == {
+        0: ("Short", "c", "yes", "no"),
+        1: ("long  text, CAFÉ", "its second", "yes", "no"),
+        2: ("x" * 200, "b", "no", "yes"),
+    }
+
+
+SWAPPED = {"falling": "rising", "rising": "falling"}
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "says"),
+    [
+        ("*.tsv", lambda text: text.replace("falling", "low"), '["falling", "rising"] -> ["low", "rising"]'),
+        ("train.tsv", lambda text: re.sub("falling|rising", lambda m: SWAPPED[m[0]], text), "labels to train on"),
+        ("dev.tsv", lambda text: text.replace("the", "teh"), "other text, images or labels to evaluate on"),
+        ("train.tsv", lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
+    ],
+)
+def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edit: Any, says: str) -> None:
+    """Renamed or swapped labels, edited or moved texts: each is named. Tried with comparing the number of examples."""
+
+    def origin(reviews: Path) -> Origin:
+        task = tiny.task(TextClassification, model=f"{models}/bert", dataset=str(reviews))
+        data = task.build_datasets()
+        fingerprints = [task.fingerprint(part) for part in data]
+        return dataclasses.replace(ORIGIN, data_state=task.state.data, fingerprints=fingerprints)
+
+    then = origin(tiny.reviews(tmp_path / "reviews"))
+    reviews = (tmp_path / "reviews").rename(tmp_path / "moved")
+    require_same_data(Path("step"), then, origin(reviews))
+    for file in reviews.glob(name):
+        file.write_text(edit(file.read_text()))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        require_same_data(Path("step"), then, origin(reviews))
+
+
+def test_a_change_within_a_mapping_is_a_change() -> None:
+    """Tried with comparing only what is no mapping."""
+    task = {"name": "causal_lm", "architecture": {"model_type": "llama"}}
+    now = config_from({"task": task, "output_dir": "run"}, TASKS)
+    then = now.model_dump(mode="json")
+    assert changed_settings(now, then) == {}
+    then["task"]["architecture"]["hidden_act"] = "relu"
+    assert list(changed_settings(now, then)) == ["task.architecture"]

@@ -24,7 +24,6 @@ from tests.launching import Launch, Run, Whole, needs, slow
 from tests.tasks import Short
 from tests.text import tiny
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # in this process, to read
 RESULTS = {"pairs": ("eval/accuracy", 0.95), "tags": ("eval/f1", 0.9)}
 WATCH = """
 import torch
@@ -89,8 +88,7 @@ def test_it_learns_what_it_is_to_learn(run: Run, name: str) -> None:
 
 @needs("src/tools/evaluate.py")
 def test_its_metrics_are_those_of_the_training(run: Run, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """From what FSDP exported, which transformers loads, and from its checkpoint. Tried with the exported policy as its
-    own reference: a loss of log 2."""
+    """From what FSDP exported, and from its checkpoint. Tried with the exported policy as its own reference."""
     main = import_module("src.tools.evaluate").main
     for number, part in enumerate(("model", "checkpoints/step_*")):
         capsys.readouterr()
@@ -138,23 +136,12 @@ def test_rows_that_do_not_fit_are_named(models: Path) -> None:
     """One of each part, however many there are. Tried with each: 6,000 lines for tags that have no names."""
     rows = [{"tokens": ["Oslo", "."], "tags": names} for names in (["B-LOC", "O"], ["B-LOC"], ["B-LOC", "LOC"])]
     found = "has 2 words, tagged B-LOC: give each one of O B-LOC I-LOC (2 of 3 rows do not fit)"
-    says = "\n".join(
-        f"task.dataset=rows.jsonl: row 2 of the {part} data {found}" for part in ("training", "evaluation")
-    )
-    assert refused(rows, TokenClassification, models / "bert") == says
+    says = [f"task.dataset=rows.jsonl: row 2 of the {part} data {found}" for part in ("training", "evaluation")]
+    assert refused(rows, TokenClassification, models / "bert").splitlines() == says
     row, dpo = {"prompt": "a", "chosen": "b", "rejected": "c"}, (Dpo, models / "llama")
     assert "line 2: chosen is empty" in refused([row, {**row, "chosen": ""}], *dpo, sequence_length=20)
-    says = "task.sequence_length=20: 2 prompts leave no room for an answer; raise it"
-    assert refused([row, {**row, "prompt": "a" * 20}], *dpo, sequence_length=20) == says
-
-
-def test_a_dry_run_shows_their_examples(models: Path) -> None:
-    """Tags at the first piece of each word."""
-    row = {"tokens": ["Ur", "."], "tags": ["B-LOC", "O"], "prompt": "a", "chosen": "b", "rejected": "cd"}
-    tags, dpo = task_on([row], TokenClassification, models / "bert"), task_on([row], Dpo, models / "llama")
-    assert tags.preview(tags.build_datasets()[0], 0) == "<|endoftext|> Ġ/B-LOC U r Ġ/O ."
-    shown = json.loads(dpo.preview(dpo.build_datasets()[0], 0))
-    assert shown == {"input_ids": "torch.int64 (2, 4), 0 to 256", "labels": "torch.int64 (2, 4), -100 to 256"}
+    expected = "task.sequence_length=20: 2 prompts leave no room for an answer; raise it"
+    assert refused([row, {**row, "prompt": "a" * 20}], *dpo, sequence_length=20) == expected
 
 
 @needs("src/check")
@@ -166,8 +153,7 @@ def test_the_check_finds_no_fault(launch: Launch, shared: Path, name: str) -> No
 
 
 def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path) -> None:
-    """Seven words, of which a tokenizer may drop one: predictions and mistakes have seven tags. Tried without: the
-    names after it are one word off, and the row counts as truncated."""
+    """As a tokenizer may drop one. Tried without: the names after it are one word off, and the row is truncated."""
     words, tags = ["the", "", "man", "Anna", "Smith", "saw", "Paris"], ["O", "O", "O", "B-PER", "I-PER", "O", "B-LOC"]
     tokenizer: Any = AutoTokenizer.from_pretrained(shutil.copytree(models / "bert", "bert"))
     splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]
@@ -183,19 +169,14 @@ def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path) -> None:
     predictions = references.clone()
     predictions[references == references[references >= 0][-1]] = 0  # of Paris
     outputs = {"predictions": predictions, "references": references}
-    assert task.predictions(outputs, dataset) == {
-        "words": [words], "references": [tags], "predictions": [[*tags[:-1], "O"]],
-    }  # fmt: skip
+    found = {"words": [words], "references": [tags], "predictions": [[*tags[:-1], "O"]]}
+    assert task.predictions(outputs, dataset) == found
     (mistake,) = task.tables(outputs, dataset)["mistakes"]
     assert (mistake["name"], mistake["mistake"]) == ("Paris", "missed")
-    short = task_on([row], TokenClassification, Path("bert"), sequence_length=8)
-    _, dataset = short.build_datasets()
-    assert short.describe("eval", dataset)["truncated"] == 1
 
 
 def test_names_are_whole() -> None:
     """As in CoNLL-2003: an I- that nothing begins begins a name. Tried without (?!\\S): AB goes on with A."""
     task = tiny.task(TokenClassification)
-    assert task._names([["I-A", "I-A", "I-AB", "O", "B-A", "B-A", "I-A"]]) == {
-        (0, 0, 1, "A"), (0, 2, 2, "AB"), (0, 4, 4, "A"), (0, 5, 6, "A"),
-    }  # fmt: skip
+    found = {(0, 0, 1, "A"), (0, 2, 2, "AB"), (0, 4, 4, "A"), (0, 5, 6, "A")}
+    assert task._names([["I-A", "I-A", "I-AB", "O", "B-A", "B-A", "I-A"]]) == found

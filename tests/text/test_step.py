@@ -1,8 +1,5 @@
-"""Between two records the host waits for nothing that the device computes.
-
-`main`, in a process of its own, takes steps of a run under a mode that counts what has to wait. Attention is varlen, as
-on a GPU: with a mask, transformers asks in each forward pass whether documents share a row.
-"""
+"""Between two records the host waits for nothing that the device computes. `main`, in a process of its own, counts what
+has to wait, with varlen attention, as on a GPU: with a mask, transformers asks whether documents share a row."""
 
 import json
 import sys
@@ -16,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from src.distributed.stop import StopSignal
-from src.tasks.text import loss as attention
+from src.tasks.text import loss
 from tests.launching import Launch
 from tests.text.tiny import NEW_LLAMA
 from train import run_settings
@@ -52,12 +49,11 @@ def test_a_step_of_four_micro_batches_asks_only_whether_it_is_finite(launch: Lau
     assert json.loads(run.stdout.splitlines()[-1]) == [{"_local_scalar_dense": 1}] * 2
 
 
-# --------------------------------------------------------------------------------------------- in a process of its own
 def main() -> None:
     set_seed(0)
     run = train.build(run_settings(sys.argv[1:]))
     assert run
-    attention.varlen_attn = lambda query, *_, **__: query  # the kernel is a GPU's
+    loss.varlen_attn = lambda query, *_, **__: query  # the kernel is a GPU's
     model: Any = run.model
     model.hf.set_attn_implementation("varlen")
     model._takes_lengths = True

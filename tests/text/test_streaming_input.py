@@ -1,27 +1,31 @@
-"""Streamed shards, rows and settings that do not fit: one line that names shard and row, before training where that is
-known; or left out and counted, where the settings say so."""
+"""Streamed shards, rows and settings that do not fit, here and elsewhere: one line that names shard and row, before
+training where that is known; or left out and counted, where the settings say so."""
 
 import os
-import shutil
-from collections import deque
+import random
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import boto3
 import datasets
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from src.config.errors import RunError, UserError
+from src.tasks.text import files, reading
 from src.tasks.text.files import find_files, index_files
 from src.tasks.text.reading import ShardReader
 from src.tasks.text.streaming import stream
 from src.tasks.text.text_classification import TextClassification
 from src.training.workers import load_in_workers
+from tests.s3 import S3FileSystem, s3_bucket
 from tests.text import tiny
 from tests.text.test_bad_text import BAD_ROWS, FIX
 from tests.text.tiny import content, texts_of, write
@@ -73,58 +77,27 @@ def says(kind: type[Exception], does: Callable[[], Any]) -> str:
     return str(error.value).replace(f"{Path.cwd()}/", "")
 
 
-# ------------------------------------------------------------------------------- known before training, * is anything
 NO_PARQUET = "cannot be read: Parquet magic bytes not found in footer. *"
-NO_FILE = "no files there of the kinds .txt, .jsonl, .json, .csv, .tsv, .parquet"
 BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     **{
         name: ({"a/x.jsonl": ROWS[:7], "a/y.jsonl": [*ROWS[:5], row, *ROWS]}, {}, f"a/y.jsonl, line 6: {why}; {HINT}")
         for name, (row, why) in BAD_ROWS.items()
     },
-    "a null in parquet": (
-        {"a/x.parquet": [*ROWS, {"text": None}, *ROWS]}, {}, f"a/x.parquet, row 61: text is empty; {HINT}",
-    ),
-    "a row to evaluate on": (
-        {"a/x.jsonl": [*ROWS, {"text": 3}, ROWS[0]]}, {},
-        f"a/x.jsonl, line 61: text is int, not text; 1 of 6 {EVALUATED}",
-    ),
     "nothing but bad rows": (
         {"a/x.jsonl": [{"text": None}] * 60 + ROWS[:6]}, {"bad_rows": "skip", "text_column": "text"},
         "no row in a sample of the training data can be used: *",
     ),
-    # Columns and parts.
     "a shard without it": (
         {"a/x.parquet": ROWS, "a/y.parquet": [{"txt": "a"}]}, {}, "a/y.parquet: no column text, which other files have",
     ),
-    "a shard to evaluate on without it": (
-        {"a/train.jsonl": ROWS, "a/dev-0.parquet": ROWS, "a/dev-1.parquet": [{"txt": "a"}]}, {},
-        "a/dev-1.parquet: no column text, which other files have",
-    ),
-    "no shard to evaluate on with it": (
-        {"a/train.jsonl": ROWS, "a/dev.parquet": [{"txt": "a"}]}, {},
-        "task.dataset=a: no column text in the evaluation data; its columns are txt. Are labels withheld, *",
-    ),
-    "no shard with it": (
-        {"a/x.parquet": [{"txt": "a"}] * 60}, {"text_column": "text"},
-        "task.dataset=a: no column text; its columns are txt",
-    ),
-    "no such split": ({"a/train.jsonl": ROWS}, {"train_split": "all"}, "task.train_split=all: a has train"),
     "too few rows": ({"a/x.jsonl": ROWS[:4]}, {}, "task.dataset=a: 4 rows are too few to hold out 0.1 of them *"),
-    "a single row": ({"a/x.jsonl": ROWS[:1]}, {"eval_fraction": 0.9}, "task.dataset=a: 1 rows are too few *"),
     "raw text unpacked": ({"a/x.jsonl": ROWS}, {"packing": False}, "task.packing=false: streamed text *"),
-    # Shards, and where they are.
-    "no rows": ({"a/x.parquet": [], "a/y.jsonl": b""}, {}, "task.dataset=a: its files (2) have no rows"),
-    "no shards": ({"a/x.doc": b"text\na\n"}, {}, f"task.dataset=a: {NO_FILE}"),
     "several cut off": (
         {"a/w.parquet": ROWS, "a/x.parquet": content(".parquet", ROWS)[:-9], "a/y.parquet": b"", "a/z.jsonl": ROWS}, {},
         f"a/x.parquet: {NO_PARQUET}\na/y.parquet: cannot be read: Parquet file size is 0 bytes",
     ),
-    "no such folder": ({}, {"dataset": "memory://nowhere"}, f"task.dataset=memory://nowhere: {NO_FILE}"),
     "no package": (
         {}, {"dataset": "gs://bucket/a"}, "task.dataset=gs://bucket/a: cannot be read: Please install gcsfs *",
-    ),
-    "no such kind of URL": (
-        {}, {"dataset": "ftpp://a/b"}, "task.dataset=ftpp://a/b: cannot be read: Protocol not known: *",
     ),
 }  # fmt: skip
 
@@ -144,7 +117,6 @@ def test_settings_that_contradict_each_other_are_named_without_loading_anything(
     mix = "--task.sources=[{{dataset: a, weight: {}}}, {{dataset: b.jsonl}}]"
     for arguments, expected in (
         ([mix.format(0)], "task.sources: a has a weight of 0: remove it, or give it a weight"),
-        ([mix.format(-1)], "*must be greater than or equal to 0*"),
         ([mix.format(1), "--task.dataset=a"], "task.dataset and task.sources: set one, a single dataset or a mixture"),
         (["--task.sources=[{dataset: no.jsonl}]"], "task.dataset=no.jsonl: no such file or folder"),
     ):
@@ -169,16 +141,6 @@ def test_hidden_files_and_those_in_hidden_folders_are_no_shards() -> None:
     hidden = dict.fromkeys(("a/.x.parquet", "a/_x.jsonl", "a/_tmp/x.parquet", "a/b/.git/x.jsonl"), ROWS[:1] * 20)
     task = lm(write({"a/x.parquet": ROWS[1:], "a/b/_SUCCESS": b"", "a/b/x.jsonl": ROWS[1:], **hidden}))
     assert {*texts(task, task.build_datasets()[0])} == {*TEXTS[1:]}
-    below = Path("_hidden/a").resolve()
-    shutil.copytree("a", below)
-    assert len(find_files(str(below))) == 2, "a folder above them may be hidden"
-
-
-def test_the_split_to_train_on_is_not_evaluated_on_too() -> None:
-    """Tried with the first split that is usual for evaluation: the only one."""
-    task = lm(write({"a/validation.jsonl": ROWS}), train_split="validation")
-    assert {*texts(task, task.build_datasets()[0])} == {*TEXTS[:-6]}
-    assert evaluated(task) == TEXTS[-6:]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -193,39 +155,19 @@ def test_rows_to_evaluate_on_are_those_of_the_file_as_it_is(kind: str) -> None:
     assert evaluated(lm("a")) == [*TEXTS[:3], "LINE 3", TEXTS[4]]
 
 
-def test_shards_to_evaluate_on_are_of_any_kind_and_their_rows_are_named_or_left_out_and_counted() -> None:
-    """As those to train on, over all sources. Tried with datasets' reader: no file, row or cause is named; without the
-    sum: those of the last source."""
-    write({"a/train.jsonl": ROWS, "a/dev-0.parquet": ROWS[:3], "a/dev-1.jsonl": ROWS[3:5]})
-    assert evaluated(lm("a")) == TEXTS[:5]
-    # another column of another type in each, a value of another type, a line that is none
-    more = [{"text": "a", "id": 1}, {"id": "x", "text": "b"}, {"text": 3}, b"{"]
-    write({"a/dev-2.jsonl": more, "b/train.jsonl": ROWS, "b/dev.jsonl": [*ROWS[:3], b"{"]})
+def test_rows_to_evaluate_on_are_of_any_kind_of_file_and_named_or_left_out_and_counted() -> None:
+    """Over all sources. Tried without the sum: those of the last source."""
+    write({"a/train.jsonl": ROWS, "a/dev-0.parquet": ROWS[:3], "a/dev-1.jsonl": [*ROWS[3:5], {"text": 3}, b"{"]})
+    write({"b/train.jsonl": ROWS, "b/dev.jsonl": [*ROWS[:3], b"{"]})
     said = says(UserError, lm("a").build_datasets)
-    assert said == f"a/dev-2.jsonl, line 3: text is int, not text; 2 of 9 {EVALUATED}"
-    assert evaluated(lm("a", bad_rows="skip")) == [*TEXTS[:5], "a", "b"]
+    assert said == f"a/dev-1.jsonl, line 3: text is int, not text; 2 of 7 {EVALUATED}"
+    assert evaluated(lm("a", bad_rows="skip")) == TEXTS[:5]
     task = lm(sources=[{"dataset": "a"}, {"dataset": "b"}], bad_rows="skip")
     assert task.describe("eval", task.build_datasets()[1])["skipped_rows"] == 3
-    write({"c/train.jsonl": ROWS, "c/dev.jsonl": [{"text": None}]})
-    said = says(UserError, lm("c", bad_rows="skip").build_datasets)
-    assert said == f"c/dev.jsonl, line 1: text is empty; 1 of 1 {EVALUATED}"
 
 
-def test_names_of_labels_in_parquet_are_those_of_the_labels(models: Path) -> None:
-    """Also where the last rows are evaluated on. Tried without the features: 0 and 1."""
-    rows = datasets.Dataset.from_list([{"text": text, "label": i % 2} for i, text in enumerate(TEXTS)])
-    Path("a").mkdir()
-    rows.cast_column("label", datasets.ClassLabel(names=["even", "odd"])).to_parquet("a/x.parquet")
-    task = classifier(models)
-    _, evaluation = task.build_datasets()
-    assert {"label even", "label odd"} <= task.describe("eval", evaluation).keys()
-
-
-def test_a_dataset_of_the_hub_is_streamed_from_the_files_that_datasets_finds_for_its_splits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By their URLs, hf://datasets/name@revision/file; here of this machine. Or it lacks a split, or has a file that
-    cannot be streamed. Tried without: a TypeError, as splits are no text, and a KeyError."""
+def test_a_dataset_of_the_hub_is_streamed_from_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their URLs; here of this machine. Tried without: a TypeError, as splits are no text, and a KeyError."""
     write({"a/train.jsonl": ROWS, "a/more.txt": b"{}"})
     files = {datasets.NamedSplit("train"): [str(Path("a/train.jsonl").resolve())]}
     found = {("org/a", "small"): SimpleNamespace(config=SimpleNamespace(data_files=files))}
@@ -237,26 +179,6 @@ def test_a_dataset_of_the_hub_is_streamed_from_the_files_that_datasets_finds_for
     files[datasets.NamedSplit("validation")] = [str(Path("a/more.txt").resolve())]
     said = says(UserError, task.build_datasets)
     assert said == "a/more.txt: cannot be streamed; only .jsonl, .json, .csv, .tsv, .parquet files can"
-
-
-# --------------------------------------------------------------------------------------------- known while training
-class SilentHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize("part", ["", "a.jsonl"], ids=["a folder", "a file"])
-def test_a_file_that_changes_on_a_web_server_is_noticed(part: str) -> None:
-    """Of the same size. Tried with what the listing says: nothing of a file."""
-    write({"web/a.jsonl": ROWS})
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SilentHandler, directory="web")) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        reader = reader_of(f"http://127.0.0.1:{server.server_port}/{part}")
-        file = Path("web/a.jsonl")
-        file.write_bytes(file.read_bytes().replace(b"line 7", b"LINE 7"))
-        os.utime(file, (10**9, 10**9))  # a server tells seconds
-        assert "has changed or disappeared since" in says(UserError, lambda: reader.read(0, 7, 8, ["text"]))
-        server.shutdown()
 
 
 def reader_of(dataset: str) -> ShardReader:
@@ -276,18 +198,6 @@ def test_a_shard_that_has_changed_or_is_gone_since_it_was_indexed_is_named(kind:
     assert says(UserError, lambda: reader.read(0, 0, 3, ("text",))) == expected
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_a_hard_link_to_a_shard_and_other_permissions_change_nothing(kind: str) -> None:
-    """As a backup makes one, in the middle of a run or before it is resumed. Tried with the time of the last change in
-    what is compared: the shard "has changed"."""
-    file = Path.cwd() / write({f"a.{kind}": ROWS})
-    reader = reader_of(str(file))
-    file.with_suffix(".backup").hardlink_to(file)
-    file.chmod(0o444)
-    assert reader.read(0, 7, 8, ("text",))[0] == {"text": ["line 7"]}
-    assert reader_of(str(file)).fingerprint == reader.fingerprint
-
-
 def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that loads data too. Tried without: a traceback of that process."""
     monkeypatch.setattr(stream, "PLACES", 2)  # in the first block of 1,024 rows, and the third
@@ -303,27 +213,18 @@ def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(monkeypatch: p
     assert says(UserError, lambda: deque(loaded, maxlen=0)) == expected
 
 
-class Failing:
-    """Examples that cannot be read."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, _: int) -> None:
-        try:
-            raise OSError("reset by peer")
-        except OSError as error:
-            raise RunError("s3://a/b.parquet: cannot be read,\ntried 6 times") from error
+class Unreadable(list[int]):
+    def __getitem__(self, _: Any) -> Any:
+        raise RunError("s3://a/b.parquet: cannot be read,\ntried 6 times") from OSError("reset by peer")
 
 
 def test_what_a_loading_process_could_not_read_stays_a_run_error() -> None:
     """Its exit code says whether to launch the run again."""
     config: Any = SimpleNamespace(seed=0, num_workers=1, task=SimpleNamespace(collate=list))
-    said = says(RunError, lambda: [*load_in_workers(config, Failing(), [[0]], 0, 0)])
+    said = says(RunError, lambda: [*load_in_workers(config, Unreadable([0]), [[0]], 0, 0)])
     assert said == "s3://a/b.parquet: cannot be read,\ntried 6 times"
 
 
-# ------------------------------------------------------------------------------------------------ left out and counted
 BAD: list[Any] = [row for row, _ in BAD_ROWS.values()]
 
 
@@ -336,15 +237,6 @@ def test_bad_rows_are_left_out_and_counted_and_no_others() -> None:
     kept = [*TEXTS, *TEXTS, *TEXTS[:4]]
     assert sorted(texts(task, train)) == sorted(kept[: -len(evaluated(task))])
     assert skipped(task, train) == len(BAD)
-
-
-def test_a_window_of_nothing_but_bad_rows_is_empty_and_counted() -> None:
-    task = lm(write({"a.jsonl": [*ROWS, *[{"text": None}] * 300, *ROWS]}), bad_rows="skip", shuffle_window=50)
-    train, _ = task.build_datasets()
-    assert len(texts(task, train)) + skipped(task, train) == sum(train.order.totals)
-    for samples in epoch(task, train):
-        labels = [chunk["labels"] for sample in samples for chunk in sample]
-        assert task.count(task.collate(samples))["targets"] == sum(map(len, labels))
 
 
 def test_prompts_that_are_not_packed_keep_a_place_for_each_row() -> None:
@@ -373,8 +265,99 @@ def test_labels_that_no_row_to_evaluate_on_has_are_named_or_left_out(models: Pat
     train, evaluation = task.build_datasets()
     assert skipped(task, train) == 4
     assert sum(task.count(task.collate(samples))["targets"] for samples in epoch(task, train)) == 60 - len(evaluation)
-    model = task.build_model().eval()
-    for samples in epoch(task, train, 8):
-        good = [sample for sample in samples if sample[0]["length"]]
-        loss, alone = (task.loss(model, task.collate(part)).item() for part in (samples, good))
-        assert loss == pytest.approx(alone, rel=1e-5)
+
+
+NAMES = {"data/x.parquet": range(90), "data/deep/y.jsonl": range(90, 200), "data/z.parquet": range(200, 240)}
+FILES = {name: content(name, [{"text": f"line {i}"} for i in numbers]) for name, numbers in NAMES.items()}
+READ = ("text",)
+
+
+def seen(dataset: str) -> list[str]:
+    """The texts of the first epoch."""
+    task = lm(dataset)
+    return texts(task, task.build_datasets()[0])
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that would have been waited."""
+    seconds: list[float] = []
+    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=seconds.append))
+    return seconds
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_memory() -> None:
+    """Another test has read the same shards."""
+    reading._row_group.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "y.jsonl"])
+def test_waits_grow_until_the_shard_is_named(waited: list[float], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A traceback would not say which shard, and a second launch may do."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    for path, shard in FILES.items():
+        fsspec.filesystem("memory").pipe_file(f"/{path}", shard)
+    (url,) = (url for url in find_files("memory://data") if url.endswith(name))
+    reader = reader_of(url)
+    for what_reads in ("_open", "cat_file", "find"):
+        monkeypatch.setattr(MemoryFileSystem, what_reads, Mock(side_effect=OSError("reset\nby peer")))
+    said = says(RunError, lambda: reader.read(0, 0, 3, READ))
+    assert said == f"{url}: cannot be read, tried 6 times: reset by peer"
+    assert waited == [*files.WAITS] == sorted({*waited})
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The shards in a bucket."""
+    with s3_bucket(monkeypatch) as client:
+        for name, shard in FILES.items():
+            client.put_object(Bucket="bucket", Key=name, Body=shard)
+        yield "s3://bucket/data"
+
+
+def test_s3_shows_the_rows_of_a_disk_in_their_order_though_calls_fail(
+    bucket: str, tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its listings may tell finer times, as MinIO's do. Tried with these in the version, and without another try."""
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache of what is here")
+        calm = seen(write(FILES))
+    # the last group of 40 rows ends with the 24 to evaluate on
+    assert Counter(calm) == Counter(f"line {i}" for i in range(240) if not i >= 225)
+    monkeypatch.setattr(files, "WAITS", (0.0,) * 99)
+    draw, find, cat, info = random.Random(0), S3FileSystem._find, S3FileSystem._cat_file, S3FileSystem._info
+
+    async def finely(system: Any, path: str, **options: Any) -> Any:
+        found = await find(system, path, **options)
+        for facts in found.values():
+            facts["LastModified"] += timedelta(milliseconds=7)
+        return found
+
+    def unreliable(call: Callable[..., Any]) -> Callable[..., Any]:
+        async def attempt(system: Any, *arguments: Any, **options: Any) -> Any:
+            if draw.random() < 1 / 3:
+                raise OSError(5, "Internal Server Error")
+            return await call(system, *arguments, **options)
+
+        return attempt
+
+    for name, call in (("_find", finely), ("_cat_file", unreliable(cat)), ("_info", unreliable(info))):
+        monkeypatch.setattr(S3FileSystem, name, call)
+    S3FileSystem.clear_instance_cache()
+    assert seen(bucket) == calm
+    assert waited
+
+
+def test_s3_refuses_objects_that_changed_are_gone_or_never_were(bucket: str, waited: list[float]) -> None:
+    reader = reader_of(bucket)
+    client = boto3.client("s3")
+    client.put_object(Bucket="bucket", Key="data/deep/y.jsonl", Body=FILES["data/deep/y.jsonl"].upper())
+    client.delete_object(Bucket="bucket", Key="data/x.parquet")
+    numbers = {shard.url: number for number, (shard, *_) in enumerate(reader.groups)}
+    for name in ("deep/y.jsonl", "x.parquet"):
+        said = says(UserError, lambda name=name: reader.read(numbers[f"{bucket}/{name}"], 0, 3, READ))  # type: ignore[misc]
+        assert said.startswith(f"{bucket}/{name} has changed or disappeared")
+    assert says(UserError, lambda: find_files("s3://bucket/nowhere")).endswith(".tsv, .parquet")
+    assert "bucket does not exist" in says(UserError, lambda: find_files("s3://nowhere/data"))
+    assert waited == []

@@ -65,10 +65,8 @@ def content(name: str, rows: Any) -> bytes:
 
 
 def write(files: dict[str, Any]) -> str:
-    """Write files with this `content` below the current folder. Return what they are all in.
-
-    A mapping changes fields of the JSON that is there; None deletes the file.
-    """
+    """Write files with this `content` below the current folder; a mapping changes fields of the JSON that is there, and
+    None deletes the file. Return what they are all in."""
     for name, rows in files.items():
         file = Path(name)
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -533,7 +533,9 @@ def _read(source: Source, parts: list[RowRange], columns: Encoders, desc: str) -
             for part in parts:
                 rows, bad = read_text(source, part, columns)
                 _, first, last = part
-                reasons = [bad.get(row) for row in range(last - first)]
+                # a reason may quote bytes that are not UTF-8
+                said = {row: reason.encode(errors="backslashreplace").decode() for row, reason in bad.items()}
+                reasons = [said.get(row) for row in range(last - first)]
                 writer.write_table(pa.table({**rows, REASON: reasons}, features.arrow_schema))
                 progress.update(last - first)
             writer.finalize()
