@@ -237,3 +237,9 @@ def test_one_line_and_exit_code_2_under_fsdp(launch: Launch, tmp_path: Path) -> 
         assert 'train.py", line' not in run.stderr, "a traceback"
         assert run.exit_code == 2
         assert not run.folder.exists()
+
+
+def test_a_role_that_is_not_utf_8_is_named() -> None:
+    """Tried without: Arrow cannot keep the reason, which quotes it."""
+    data = write({"a.jsonl": [b'{"messages": [{"role": "us\xe9r", "content": "a"}]}'] * 4})
+    assert fnmatchcase(refused(*NEW, data), "a.jsonl, line 1: messages *udce9r*")

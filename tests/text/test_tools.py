@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.config.errors import UserError
 from src.tasks.text.reading import TextTask
+from src.tasks.text.text_classification import TextClassification
 from src.tools.checkpoints import main as checkpoints
 from src.tools.evaluate import main as evaluate
 from src.tools.generate import main as generate
+from tests.text import tiny
 from tests.text.conftest import Trained
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ '[a]' if add_generation_prompt }}"
@@ -169,3 +171,19 @@ def test_export_again(trained: Trained, tmp_path: Path, monkeypatch: pytest.Monk
     assert {path.name for path in (tmp_path / "model").iterdir()} == there
     (file,) = (name for name in there if name.endswith(".safetensors"))
     assert (tmp_path / "model" / file).read_bytes() == (run.folder / "model" / file).read_bytes()
+
+
+def test_an_export_is_evaluated_without_the_model_that_it_started_from(models: Path) -> None:
+    """With the tokenizer and config of its own. Tried without: `start` cannot be loaded."""
+    shutil.copytree(models / "bert", "start")
+    tiny.write({"a.csv": "text,label\na,x\nb,y\n" + "c,x\n" * 8})
+    settings: dict[str, Any] = {"model": "start", "dataset": "a.csv"}
+    trained = tiny.task(TextClassification, **settings)
+    trained.build_datasets()
+    model = trained.build_model()
+    trained.export(model, model.state_dict(), Path("exported"))
+    shutil.rmtree("start")
+    exported = tiny.task(TextClassification, **settings)
+    exported.load_export(Path("exported"))
+    _, evaluation = exported.build_datasets()
+    assert (len(evaluation), exported.state.data) == (1, {"labels": ["x", "y"]})

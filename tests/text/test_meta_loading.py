@@ -75,7 +75,7 @@ def test_each_weight_is_bitwise_as_on_one_process(launch: Launch, models: Path, 
     and its part of the bytes between steps. Tried without: weights that a process has no row of."""
     folders = [models / "llama", models / "bert", *(pretrained(name, tmp_path / name) for name in KINDS)]
     words = [*map(str, folders)]
-    run = launch("fsdp", *words, script="tests/text/test_lean.py", processes=processes).succeeded()
+    run = launch("fsdp", *words, script="tests/text/test_meta_loading.py", processes=processes).succeeded()
     assert run.stdout.count("equal") == 2 * len(folders) + 2
 
 
@@ -116,7 +116,7 @@ def test_no_process_ever_holds_more_than_its_share_and_a_block(
     )  # fmt: skip
     lines: list[list[str]] = []
     for steps in ("--max_steps=1", "--max_steps=2"):
-        before = "import tests.text.test_lean as test; test.measure()"
+        before = "import tests.text.test_meta_loading as test; test.measure()"
         run = launch("fsdp", *arguments, steps, folder=tmp_path / "run", processes=processes, before=before).succeeded()
         lines += [line.split() for line in run.stdout.splitlines() if line.startswith("memory ")]
     empty = task_of(folder, {}).build_empty_model()
