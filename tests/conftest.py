@@ -1,5 +1,4 @@
-"""What the tests share: `launch`, which runs train.py, `whole`, which gives them uninterrupted runs, and `rounding`,
-which says how far apart two of these may be."""
+"""What tests share: `launch` runs train.py, `whole` has uninterrupted runs, `rounding` how far apart they may be."""
 
 import hashlib
 import json

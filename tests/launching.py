@@ -346,7 +346,6 @@ class Started:
 
 
 def hear_signals() -> None:
-    """Take the actions of signals back to their defaults: children inherit that pytest ignores SIGINT in the background
-    of a shell, and SIGHUP under nohup."""
+    """Take back what children inherit: pytest ignores SIGINT in the background of a shell, and SIGHUP under nohup."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

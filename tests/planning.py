@@ -1,7 +1,4 @@
-"""Setups of src.tools.plan, measured in a process that takes the null GPU for an H100, as the tool itself does.
-
-`measured` starts it once for all setups of a test.
-"""
+"""Setups of src.tools.plan, measured together in a process that takes the null GPU for an H100, as the tool does."""
 
 import json
 import subprocess

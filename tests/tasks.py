@@ -1,7 +1,4 @@
-"""The tasks that the tables of test_parity.py and faults/test_resume.py train in short runs, and how a table is read.
-
-A task of some room's is in that room's tests: text/tasks.py, test_examples.py, text/test_examples.py.
-"""
+"""The tasks that the tables of test_parity.py and faults/test_resume.py train, and how such a table is read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -10,7 +10,7 @@ from benchmarks.runs import write_images
 from src.tasks.mnist import MnistCnn
 
 
-def test_the_mnist_peer_is_the_same_model_and_prints_what_its_turns_end_with(
+def test_the_mnist_peer_is_the_same_model_and_ends_as_expected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Trained on random images: two epochs of eleven steps."""

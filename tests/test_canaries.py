@@ -1,7 +1,4 @@
-"""What this project relies on, or protects from, in the libraries.
-
-A canary that fails says that a library changed: look at the code it names before changing the canary.
-"""
+"""What this project relies on, or protects from, in libraries: if one fails, look at the code it names first."""
 
 import sys
 from pathlib import Path
@@ -121,8 +118,7 @@ torch.set_num_threads(2){count}build_accelerator(run_settings([])){count}
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
-    """Nor anything that only an evaluation, a checkpoint or a download needs. Tried with torchvision's readers of
-    MNIST's files."""
+    """Nor what only an evaluation, a checkpoint or a download needs. Tried with torchvision's readers of MNIST."""
     code = f"""
 import sys, train, src.training.batches
 def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)

@@ -1,7 +1,6 @@
 """python -m src.tools.evaluate: metrics, predictions, and a task of one's own."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -50,15 +49,6 @@ def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:
     ]
     (output := tmp_path / "predictions.parquet").touch()
     assert tool(run.folder, f"--output={output}").stderr.startswith(f"evaluate: {output}: already exists; ")
-
-
-def test_what_the_run_alone_needs_need_not_be_there(tool: Tool, run: Run, tmp_path: Path) -> None:
-    """Such as the Hub's credentials. Tried with checking all settings again: it asks for them."""
-    shutil.copytree(run.folder / "model", tmp_path / "model")
-    settings = (run.folder / "config.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(settings.replace("push_to_hub: null", "push_to_hub: me/mine"))
-    evaluated = tool(tmp_path, "--task.label_smoothing=0").succeeded()
-    assert json.loads(evaluated.stdout)["eval/examples"] == 359
 
 
 def test_what_is_no_model_is_one_line(tool: Tool, tmp_path: Path) -> None:

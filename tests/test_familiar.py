@@ -30,8 +30,7 @@ def test_each_names_what_exists_here() -> None:
     "form", ["--{name}=2e-5", "--{name}", "--{name} 2e-5", "--{other} -1 --{name}", "--{other} a b"]
 )
 def test_each_is_refused_in_one_line(form: str) -> None:
-    """Written with an equals sign or as a word of its own, with hyphens, with a value or two, or without. Tried without
-    the value being passed over."""
+    """With an equals sign or a word of its own, hyphens, values or none. Tried without passing over the value."""
     words = " ".join(form.format(name=name, other=name.replace("_", "-")) for name in OURS)
     value = "2e-5" if "=" in form else "…"
     assert sorted(mistakes(*words.split())) == sorted(f"--{name}={value}: use {ours}" for name, ours in OURS.items())

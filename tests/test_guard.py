@@ -65,9 +65,7 @@ def refused(run: Run, code: int = 2) -> str:
          "blocks in _no_split_modules*"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
-    launch: Launch, config: str, arguments: list[str], more: dict[str, Any], says: str
-) -> None:
+def test_what_cannot_be_is_refused(launch: Launch, config: str, arguments: list[str], more: Any, says: str) -> None:
     found = refused(launch(config, "--max_steps=1", *arguments, **more))
     assert fnmatchcase(found, says), found
 
@@ -193,9 +191,7 @@ def no_driver(_: str) -> None:
         (driver(12080), None, "supports CUDA 12.8, but this torch * is built without CUDA: install one *"),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, load: Any, cuda: str | None, says: str | None
-) -> None:
+def test_a_gpu_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, load: Any, cuda: str | None, says: str | None) -> None:
     """Tried without it: a night on the CPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(ctypes, "CDLL", load)

@@ -1,5 +1,4 @@
-"""The house in src: eight folders and the list of parts above them, one ladder. A file imports from lower floors or its
-own folder, at its top."""
+"""The house in src: a file imports from lower floors or its own folder, at its top."""
 
 import ast
 from collections.abc import Iterator
@@ -25,9 +24,7 @@ def arrows(file: Path) -> Iterator[tuple[str, bool]]:
 
 
 def test_no_import_leads_up_or_hides_in_a_function() -> None:
-    """And nothing else is beside the eight folders. Tried in src/config/errors.py with each of these, which it finds:
-    `from src.training.score import score`, `import src.tools.sweep`, `from src import tracking`, and an import in a
-    function."""
+    """Tried in src/config/errors.py with `from src.training.score import score`, and with an import in a function."""
     src = PROJECT / "src"
     assert {path.name for path in src.iterdir()} - {"__init__.py", "__pycache__"} <= FLOORS.keys()
     for file in src.rglob("*.py"):
@@ -55,8 +52,7 @@ def calls_without_encoding(file: Path) -> Iterator[str]:
 
 
 def test_what_is_read_and_written_is_utf_8_whatever_the_machine_has() -> None:
-    """Ruff's PLW1514 finds a fifth of what this does: it must know that a value is a Path. Benchmarks and tests are for
-    machines of ours. Tried with `read_text()` in src/tools/sweep.py, and with `text=True` in scripts/rooms.py."""
+    """Tried with `read_text()` in src/tools/sweep.py, and with `text=True` in scripts/rooms.py."""
     folders = [PROJECT / name for name in ("src", "scripts", "examples", "null_gpu")]
     files = [PROJECT / "train.py", *(file for folder in folders for file in folder.rglob("*.py"))]
     assert [line for file in files for line in calls_without_encoding(file)] == []

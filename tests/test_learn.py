@@ -1,7 +1,4 @@
-"""The course in docs/learn: its files print and break as the pages say, and what the pages point at is there.
-
-On every processor: in most runs here all weights start a little larger or smaller (see NUDGE), and print the same.
-"""
+"""The course in docs/learn: its files print and break as the pages say, and what the pages point at is there."""
 
 import re
 from pathlib import Path
@@ -46,8 +43,7 @@ def command(lesson: str) -> tuple[str, int]:
 
 
 def check_output(run: Run, said: str) -> None:
-    """Timings may differ, and in which of DDP's buckets a small gradient is, by the processor's kernels: two are taken
-    for one."""
+    """Timings may differ, and in which of DDP's buckets a small gradient is: two are taken for one."""
     two = r"allreduce +([\d,]+) bytes  (.*backward.*)\nallreduce +([\d,]+) bytes  .*backward.*"
 
     def one(found: re.Match[str]) -> str:

@@ -99,8 +99,7 @@ def test_the_next_batch_is_made_while_the_device_works_on_this_one() -> None:
 
 
 def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
-    """A dummy's don't count. Tried with the exchange begun where its sums are needed. A stop is noticed after the step
-    that follows the request: tried with the request of the exchange before, one step later."""
+    """Tried with the exchange begun where its sums are needed; with the stop's request of the exchange before."""
     did = []
 
     def begin(values: Counts) -> Callable[[], Counts]:

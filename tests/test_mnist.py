@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torchvision import datasets
 
 from src.config.errors import UserError
-from src.tasks.mnist import Digits, MnistCnn, bundled_digits, mnist
+from src.tasks.mnist import MnistCnn, bundled_digits, mnist
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
@@ -54,34 +54,6 @@ def test_the_bundled_digits_are_scikit_learns_and_look_like_mnists() -> None:
     center = torch.cat([evaluation.images, train.images])[:, 4:24, 4:24].double().mean((1, 2))
     assert np.corrcoef(center, images[order].mean(1))[0, 1] > 0.999  # enlarged
     assert (train.images.shape, train.images.max()) == ((1438, 28, 28), 255)
-
-
-def dots(row: int, column: int) -> Digits:
-    """500 black images with one white pixel."""
-    images = torch.zeros(500, 28, 28, dtype=torch.uint8)
-    images[:, row, column] = 255
-    return Digits(images, torch.zeros(500).long())
-
-
-def moved(digits: Digits, rotation: float, shift: int, seed: list[int]) -> Tensor:
-    return digits.moved(rotation, shift, seed).__getitems__(list(range(len(digits))))["images"]
-
-
-def test_each_image_is_shifted_by_whole_pixels_and_turned_by_degrees_as_the_seed_says() -> None:
-    """Up to so many, whatever images it is asked for together with."""
-    rows, columns = moved(dots(14, 14), 0, 2, [0]).nonzero()[:, 1:].T
-    assert set(rows.tolist()) == set(columns.tolist()) == {12, 13, 14, 15, 16}
-    images = moved(dots(4, 14), 20, 0, [0]).double()
-    centers = (images * (torch.arange(28) - 13.5)).sum((1, 2)) / images.sum((1, 2))  # of the white, along the row
-    reach = 9.5 * np.sin(np.radians(20)) + 0.5
-    assert 0.9 * reach < centers.abs().max() < 1.1 * reach
-    assert centers.min() < 0 < centers.max()
-    train, _ = bundled_digits()
-    images = moved(train, 10, 2, [0, 1])
-    parts = [train.moved(10, 2, [0, 1]).__getitems__(part.tolist())["images"] for part in torch.arange(1438).split(7)]
-    assert torch.equal(torch.cat(parts), images)
-    assert not torch.equal(images, moved(train, 10, 2, [0, 2]))
-    assert torch.equal(moved(train, 0, 0, [0]), train.images)
 
 
 def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:

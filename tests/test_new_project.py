@@ -35,8 +35,7 @@ def make(project: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module", params=PROJECTS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A new project, its task and its config; in a folder whose name says something else to make and to a shell. Tried
-    with the words in the recipe: another folder, or an error of the shell's."""
+    """A new project, its task and its config, in a folder whose name says something else to make and to a shell."""
     task, without, config = request.param
     folder = tmp_path_factory.mktemp("new")
     project = folder / 'a "deep" one, it\'s $DEST $(HOME) `pwd` #1 & more/my-project'

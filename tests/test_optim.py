@@ -44,8 +44,7 @@ def test_schedules_are_the_textbooks() -> None:
 @pytest.mark.parametrize(("warmup", "decay"), [(0, 0.2), (7, 13), (0.3, 0.7), (0.1, 0), (0, 50)])
 @pytest.mark.parametrize("final", [0.0, 0.1])
 def test_wsd_is_transformers_at_every_step(warmup: float, decay: float, final: float) -> None:  # room: text
-    """But for the warm-up, which doesn't waste the first step on a rate of 0: theirs is a step behind, and starts from
-    the final rate. Tried with a linear decay, and with one that ends a step early."""
+    """But for the warm-up, theirs a step behind. Tried with a linear decay, and with one that ends a step early."""
     wsd: dict[str, Any] = {"schedule": "wsd", "warmup_steps": warmup, "decay_steps": decay, "final_lr_ratio": final}
     rises, falls = (round(50 * steps) if steps < 1 else int(steps) for steps in (warmup, decay))
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
@@ -77,8 +76,7 @@ def test_each_optimizer_learns_and_decays_no_vectors(name: str) -> None:
 
 
 def test_muon_takes_the_hidden_matrices_only() -> None:
-    """All of them with adapters, or none (tried without: "empty parameter list"). A single row is no matrix to it: FSDP
-    leaves some processes nothing of one, and Muon fails there."""
+    """All, or none (tried without: "empty parameter list"). A single row is no matrix: under FSDP, Muon fails there."""
     muon, rest = build_optimizers(Optim(name="muon"), MnistCnn())
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(128, 9216)]
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
@@ -118,11 +116,8 @@ def recorded_step(optimizers: list[Optimizer], value: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "bad", "step"), [*itertools.product(NAMES, BAD, [step_if_finite]), ("adadelta", BAD[1], recorded_step)]
 )
-def test_a_step_whose_gradients_are_not_finite_leaves_no_trace(
-    name: str, bad: tuple[float, ...], step: Callable[..., object]
-) -> None:
-    """Tried without found_inf, the question, dropping the gradients, undoing the state: the weights become NaN; without
-    waiting for fused SGD's first step: it reads momentum that nobody has written."""
+def test_non_finite_gradients_leave_no_trace(name: str, bad: tuple[float, ...], step: Callable[..., object]) -> None:
+    """Tried without found_inf, the question, dropping the gradients, undoing the state: the weights become NaN."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     twin = copy.deepcopy(model)
     torch.use_deterministic_algorithms(True)  # which fills new memory with NaN

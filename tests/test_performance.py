@@ -51,8 +51,7 @@ class Event:
 
 
 def test_the_figures_are_those_of_the_steps_and_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 1 s of data and 3 s of computing, with evaluations of 10 s between them that count as neither. Tried
-    with the events read at once: not done yet; without the weight of the dummy: twice the MFU."""
+    """Tried with the events read at once: not done yet; without the weight of the dummy: twice the MFU."""
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(performance, "peak_memory", lambda _: [5, 7])

@@ -27,9 +27,7 @@ def test_a_damaged_line_is_left_out_and_none_beside_it(tmp_path: Path) -> None: 
     assert list(read_lines(tmp_path / "absent")) == []
 
 
-def test_a_resume_takes_as_long_whatever_the_length_of_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_takes_as_long_however_long_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here 2**40 bytes, which no machine could read. Tried with reading all of it: a MemoryError."""
     last = b'\n{"step": 10, "train/loss": 1.0}\n'
     config = run_settings([f"--output_dir={tmp_path}"]).model_copy(update={"trackers": []})

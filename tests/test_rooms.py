@@ -131,9 +131,7 @@ def test_all_rooms_can_go_at_once_or_one_by_one_in_any_order(launch: Launch, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
-def test_the_smallest_copy_learns_the_digits_and_goes_on_to_the_last_bit(
-    launch: Launch, tmp_path: Path, yaml: str
-) -> None:
+def test_the_smallest_copy_learns_the_digits_and_resumes_exactly(launch: Launch, tmp_path: Path, yaml: str) -> None:
     """Without any room."""
     project, folder = copy_to(tmp_path / "project"), tmp_path / "run"
     throw_out({*ROOMS}, project)

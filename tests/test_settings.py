@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint.files import parent_checkpoint
-from src.config.errors import UserError
-from src.config.settings import Settings, validate, write_yaml
+from src.config.settings import write_yaml
 from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
 from train import run_settings
@@ -32,8 +30,7 @@ def test_the_command_line_beats_the_last_yaml_beats_the_first_beats_the_code() -
 
 
 def test_numbers_are_what_they_look_like_and_text_stays_text() -> None:
-    """Tried with YAML 1.1: 90 hours, seed 8, one epoch; and without taking text as it is: `not a valid string`, for the
-    mapping that YAML makes of it. What is written to config.yaml reproduces all of it."""
+    """Tried with YAML 1.1: 90 hours, seed 8. What is written to config.yaml reproduces all of it."""
     config = run_settings(["--run_name=007", "--max_steps=1e3", "--global_batch_size=1e2", "--micro_batch_size=null"])
     assert (config.run_name, config.max_steps, config.global_batch_size) == ("007", 1000, 100)
     assert (config.folder, config.forward_batch_size(4)) == (Path("runs/007"), 25)
@@ -142,12 +139,6 @@ def test_every_mistake_is_one_line(arguments: str, files: dict[str, str], lines:
     assert mistakes(*arguments.split("|")) == lines
 
 
-def test_shares_may_fill_the_schedule_and_config_yaml_may_be_used_again() -> None:
-    """Where each default is written out."""
-    run_settings(["--optim.schedule=wsd", "--optim.warmup_steps=0.1", "--optim.decay_steps=0.9"])
-    run_settings(["--optim.schedule=cosine", "--optim.decay_steps=0.2"])
-
-
 def test_what_is_no_text_or_said_twice_is_refused() -> None:
     """Tried without: the first of the two is dropped, silently."""
     Path("a.yaml").write_text("seed: 1\noptim:\n  lr: 0.1\noptim:\n  name: sgd")
@@ -174,30 +165,12 @@ def test_yaml_that_has_no_end_or_no_such_value_is_one_line() -> None:
         assert line.startswith(f"--config=a.yaml: cannot be read as yaml, {says}")
 
 
-def test_a_setting_without_a_default_must_be_given() -> None:
-    """With the other mistakes. Tried without: RecursionError."""
-
-    class Mine(Settings):
-        size: int
-        rate: float = 0.1
-
-    with pytest.raises(UserError, match=r"^--rate=fast: must be a valid number, .*\nsize: Field required$"):
-        validate(Mine, {"rate": "fast"}, {"rate": "--rate=fast"}, [])
-
-
 def test_a_switch_is_on_by_itself_and_may_have_a_hyphen() -> None:  # room: check
     for written in ("--dry-run", "--dry_run", "--dry-run=true", "--dry_run=true"):
         config = run_settings([written])
         assert (config.dry_run, config.check) == (True, False)
         assert run_settings([written, "--dry-run=false", "--check"]).check
     assert mistakes("--dry-run=") == ["--dry_run=: must be a valid boolean, unable to interpret input"]
-
-
-def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shell expands ~ after `--name=`. Tried without: a folder that is called ~."""
-    monkeypatch.setenv("HOME", str(Path.cwd()))
-    assert run_settings(["--output_dir=~/x"]).folder == Path.cwd() / "x"
-    assert run_settings(["--task.data_dir=~/x"]).task.data_dir == str(Path.cwd() / "x")
 
 
 @pytest.mark.parametrize(
@@ -249,14 +222,6 @@ def test_variables_of_wandb_that_cannot_be_are_named(monkeypatch: pytest.MonkeyP
         "WANDB_SWEEP_ID=x is set in the environment, without WANDB_RUN_ID: unset it",
         "WANDB_MODE=ofline is set in the environment: must be online, offline or disabled",
     ]
-
-
-def test_a_spoilt_status_or_config_yaml_is_no_traceback() -> None:
-    Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
-    for data in (b"\xff\xfe", b"null", b"resume: [a]", b"- a", b"a: &a {b: *a}", b'{"checkpoint": null}'):
-        Path("runs/mnist/status.json").write_bytes(data)
-        Path("runs/mnist/config.yaml").write_bytes(data)
-        assert parent_checkpoint(run_settings([])) in (None, Path("['a']"))
 
 
 def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb

@@ -132,11 +132,8 @@ def test_mistakes_of_a_file_get_a_line_each(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_sweep_that_is_stopped_or_killed_stops_its_trial_and_goes_on_with_it(
-    folder: Path, number: signal.Signals
-) -> None:
-    """It waits until the trial has saved, and says how to continue. Tried without that waiting, and without what the
-    kernel is asked for when the sweep is killed."""
+def test_a_sweep_that_is_stopped_or_killed_stops_its_trial_and_resumes_it(folder: Path, number: signal.Signals) -> None:
+    """Tried without waiting until it has saved, and without what the kernel is asked for when the sweep is killed."""
     slow = SWEEP["parameters"] | {"sleep": {"value": 100}}
     file = write(folder, parameters=slow, program=str(folder / "trainer.py"), name=str(folder / "s"))
     words = ["--config_file", "accelerate_configs/cpu.yaml", "src/tools/sweep.py", file]

@@ -1,8 +1,6 @@
 """A task is frozen settings, and what a run finds out is an object of its own."""
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cached_property
 
 import pytest
 import torch
@@ -20,10 +18,6 @@ class Words(Task):
     name: str = "words"
     size: int = 3
 
-    @cached_property
-    def width(self) -> int:
-        return 2 * self.size
-
     def build_datasets(self) -> tuple[list[str], list[str]]:
         words = [*"abcdef"[: self.size]]
         self.state.data["labels"] = words
@@ -31,7 +25,7 @@ class Words(Task):
         return words, words
 
     def build_model(self) -> nn.Module:
-        return nn.Linear(len(self.state.data["labels"]), self.width)
+        return nn.Linear(len(self.state.data["labels"]), self.size)
 
     def count(self, batch: list[str]) -> dict[str, float]:
         return {"targets": len(batch)}
@@ -77,16 +71,3 @@ def test_runs_of_the_same_settings_share_nothing_that_they_find_out() -> None:
     changed.build_datasets()
     changed.state.cp = ContextParallel(1, 2)
     assert one.state == TaskState(data={"labels": ["a", "b", "c"]}, notes=["3 words"])
-
-
-def test_a_copy_with_other_settings_keeps_nothing_that_followed_from_the_old_ones() -> None:
-    """Tried without: the width is that of three words."""
-    one = Words()
-    assert (one.width, one.model_copy(update={"size": 2}).width) == (6, 4)
-
-
-def test_a_run_whose_task_is_compared_begins_again_with_what_the_data_hold() -> None:
-    one = Words().begin(TaskState())
-    one.build_datasets()
-    again = one.begin(replace(one.state, notes=[]))
-    assert (again.build_model().in_features, again.state.notes) == (3, [])

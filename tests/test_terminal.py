@@ -97,13 +97,6 @@ def test_output_that_nobody_reads_ends_no_run(launch: Launch) -> None:
     assert len(run.losses) == 1
 
 
-def test_what_a_terminal_cannot_show_is_replaced(launch: Launch, tmp_path: Path) -> None:
-    """Tried without: UnicodeEncodeError, in ASCII, which PYTHONIOENCODING or the C locale may ask for."""
-    ascii = "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')"
-    run = launch("cpu", *SHORT, folder=tmp_path / "dé", before=ascii).succeeded()
-    assert f"  output     {tmp_path}/d?\n" in run.stdout
-
-
 KILLED = """
 import os, signal
 from src.config.terminal import say, tqdm

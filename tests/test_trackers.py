@@ -13,8 +13,7 @@ from tests.test_guarded import numbers
 
 
 def test_they_have_each_record_over_a_kill_and_a_resume(recorded: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value by value, in one run each; trackio with the settings, but perhaps without the last records
-    of the killed session. TensorBoard keeps single precision. Tried without `purge_step`: it has steps twice."""
+    """But perhaps trackio the killed session's last. Tried without `purge_step`: TensorBoard has steps twice."""
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", recorded.folder.parent / "trackio")
     expected = numbers(recorded)
     (name,) = SQLiteStorage.get_runs("accelerate-template")

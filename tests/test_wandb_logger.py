@@ -48,8 +48,7 @@ def sessions(recorded: Run) -> list[list[dict[str, Any]]]:
 
 
 def test_it_has_each_record_over_a_kill_and_a_resume(recorded: Run, sessions: Any) -> None:
-    """Value by value, tables and pictures too; each session's steps in order, and in one run. Of a killed run it may
-    lose the last 32 kB: metrics.jsonl is the exact record. Tried without the id that a checkpoint keeps: two runs."""
+    """Tables and pictures too, but the last 32 kB of a killed run. Tried without the id in a checkpoint: two runs."""
     before, after = (
         [
             {name: value for name, value in row["history"]["item"].items() if name[0] != "_" and "." not in name}

@@ -14,8 +14,7 @@ ARGUMENTS = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best
 
 
 def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The alias becomes a version, which is downloaded once. Tried without looking for
-    it: it is downloaded a second time."""
+    """The alias becomes a version. Tried without looking for it: it is downloaded a second time."""
     monkeypatch.chdir(tmp_path)
     source = whole("cpu", "--max_steps=4").folder / "checkpoints" / "step_00000004"
     downloads: list[str] = []

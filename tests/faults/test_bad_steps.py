@@ -8,8 +8,7 @@ from tests.launching import Launch, slow
 
 @pytest.mark.parametrize("yaml", ["ddp", slow("fsdp")])
 def test_one_process_with_nan_makes_all_skip_the_step_and_count_it(launch: Launch, yaml: str) -> None:
-    """It leaves no trace in weights and optimizer: momentum and weight decay would show, were the step taken with
-    gradients of zero. Tried without `accepts`: the weights become NaN."""
+    """It leaves no trace in weights and optimizer. Tried without `accepts`: the weights become NaN."""
     arguments = (*TINY, "--max_steps=6", "--save_every=1", "--checkpoint.keep_last=3")
     run = launch(yaml, *arguments, FAULT="nan", FAULT_RANK="1", FAULT_STEP="5").succeeded()
     assert run.summary["skipped_steps"] == 1

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from src.checkpoint import files
 from src.checkpoint.compatibility import note_changes, require_same_data
 from src.checkpoint.integrity import problems
 from src.checkpoint.store import best_first
-from src.checkpoint.tensors import load_tensors, rank_state_dict, run_tensors
+from src.checkpoint.tensors import load_tensors
 from src.config.config import config_from
 from src.config.errors import UserError
 from src.config.groups import Checkpoint
@@ -142,10 +141,6 @@ def test_what_cannot_be_resumed_is_refused_and_left_as_it_is(run: Path, what: st
     assert contents(run) == before
 
 
-def test_a_checkpoint_may_have_any_other_name(run: Path) -> None:
-    assert list(problems((run / "checkpoints/step_00000012").rename(run / "the last one"))) == []
-
-
 def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
     """Tried without comparing names and shapes."""
     wider = MnistCnn()
@@ -212,12 +207,3 @@ def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
     for mode, steps in ((None, [50, 30, 10, 20]), ("max", [10, 50, 30, 20])):
         best = best_first(newest_first, Checkpoint(mode=mode), evaluations)
         assert [int(path.name.removeprefix("step_")) for path in best] == steps
-
-
-def test_each_tensor_is_saved_by_one_process_and_buffers_by_the_first() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    tensors = run_tensors(model, [])
-    shares = [set(rank_state_dict(tensors, rank, 3)) for rank in range(3)]
-    assert set.union(*shares) == set(tensors)
-    assert sum(map(len, shares)) == len(tensors)
-    assert {f"model.{name}" for name, _ in model.named_buffers()} <= shares[0]

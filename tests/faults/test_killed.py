@@ -90,9 +90,7 @@ SLOW_FAULTS = {
 
 
 @pytest.mark.parametrize("name", [*FAULTS, *map(slow, SLOW_FAULTS)])
-def test_whatever_kills_a_run_it_ends_at_once_and_resumes_to_the_last_bit(
-    launch: Launch, whole: Whole, tmp_path: Path, name: str
-) -> None:
+def test_whatever_kills_a_run_it_resumes_exactly(launch: Launch, whole: Whole, tmp_path: Path, name: str) -> None:
     """With dropout and processes that load data. Tried without: PR_SET_PDEATHSIG (the loaders hold it for 5 seconds
     more); restoring the random numbers and the optimizer, cutting the epoch's order and the record off; with writing
     under the final name (taken for a checkpoint); without `unpublished` (passed over as damaged); without `sweep`, and
@@ -151,10 +149,7 @@ def test_a_process_says_what_no_other_has_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, rank: str, told: str,
     says: str | None,
 ) -> None:  # fmt: skip
-    """The launcher's SIGTERM can come before the broken connection, or the mistake that ended the first process, is
-    noticed; and the thread that notes it can be late. Tried without `die`: the launcher sends no other for 30 seconds,
-    and the same is said twice, as without `die` after the wait it was once in a thousand tests; with a RunError taken
-    to be the same on all processes: one that a process has alone ends the run without a word."""
+    """Tried without `die`: it is said twice; with a RunError taken to be all processes': one ends without a word."""
     monkeypatch.setattr(SIGNALS, "name", "SIGTERM" if told == "before" else None)
     monkeypatch.setattr("time.sleep", lambda _: setattr(SIGNALS, "name", None if told == "never" else "SIGTERM"))
     monkeypatch.setattr(Signals, "die", die)
@@ -168,8 +163,7 @@ def test_a_process_says_what_no_other_has_said(
 def test_whichever_exchange_times_out_first_the_one_that_is_waited_for_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first of them closes the connection, and gloo says something else of the others: which one the loop waits
-    for is a matter of chance. Tried without that other text: a traceback, and nobody is said to hang."""
+    """The first closes the connection, and gloo says something else of the others. Tried without: a traceback."""
     monkeypatch.setattr("src.distributed.process.GRACE_SECONDS", 0)
     store, timeout = HashStore(), timedelta(seconds=0.5)
     with ThreadPoolExecutor() as pool:
@@ -186,8 +180,7 @@ def test_whichever_exchange_times_out_first_the_one_that_is_waited_for_says_so(
 
 
 def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) -> None:
-    """After 3 seconds here, and those that it and the launcher leave the one that hangs. Tried without passing the
-    timeout on: it hangs for half an hour."""
+    """After 3 seconds here. Tried without passing the timeout on: it hangs for half an hour."""
     before = "import src.distributed.process; src.distributed.process.GRACE_SECONDS = 1"
     fault: dict[str, Any] = {"FAULT": "hang", "FAULT_RANK": "1", "FAULT_STEP": "7"}
     fault["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
@@ -199,8 +192,7 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
 
 
 def test_a_killed_loading_process_is_named(tmp_path: Path) -> None:
-    """By torch, or where it dies while it hands over a batch by _name_dead_workers, without which this failed once in
-    15 times."""
+    """By torch, or while it hands over a batch by _name_dead_workers; without that, it failed once in 15 times."""
     with Started("cpu", *SHORT, "--num_workers=1", folder=tmp_path / "run") as started:
         started.wait_for("step      9/")
         (trainer,) = started.trainers

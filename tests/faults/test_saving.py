@@ -44,8 +44,7 @@ def test_a_full_disk_is_a_warning(launch: Launch, whole: Whole, tmp_path: Path) 
 
 
 def test_a_full_disk_at_the_export_is_one_line(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """And the same command exports later, here to where `model` leads. Tried without: a traceback of safetensors, and
-    a folder tmp_model; with renaming to the link: an error at the end of the run."""
+    """And the same command exports later, to where `model` leads. Tried without: a traceback, and a tmp_model."""
     expected = whole("cpu", *ALL)
     folder = cut_back(expected, tmp_path / "run", 14)
     run = with_small_files(launch, *TINY, folder=folder, kilobytes=4000)
@@ -97,8 +96,7 @@ def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(laun
 
 @pytest.mark.slow
 def test_a_save_in_which_a_process_hangs_ends_the_run(tmp_path: Path) -> None:
-    """The exchange that it left others waiting in can't be used again. Tried with a warning, as for a full disk: no
-    further checkpoint can be saved, and the run trains on."""
+    """Tried with a warning, as for a full disk: no further checkpoint can be saved, and the run trains on."""
     fault: dict[str, Any] = {"FAULT": "stuck save", "FAULT_STEP": "8", "FAULT_RANK": "1"}
     fault["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
     with Started("ddp", *TINY, "--timeout_minutes=0.1", folder=tmp_path / "run", **fault) as started:
@@ -127,8 +125,7 @@ def test_the_newest_and_the_best_are_kept_and_the_best_is_exported(judged: Run) 
 
 
 def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launch: Launch, tmp_path: Path) -> None:
-    """A gain must be of 100: the first evaluation is the best, and the third one without a gain the last. Tried without
-    the reset where another metric is watched: no further step; with a reset at each resume: it trains past step 8."""
+    """Tried without the reset for another metric: no further step; with one at each resume: it trains past step 8."""
     early = ("metric=eval/loss", "min_delta=100", "patience=3")
     arguments = (*TINY, "--eval_every=2", *(f"--early_stopping.{setting}" for setting in early))
     stopped = launch("ddp", *arguments).succeeded()

@@ -1,7 +1,4 @@
-"""Several machines, played by one (see hosts.py): they train as one would, and what goes wrong has one line.
-
-The hosts share the disk, as machines with a shared file system do.
-"""
+"""Several machines, played by one (see hosts.py), which share its disk: they train as one would."""
 
 import re
 import socket
@@ -46,9 +43,7 @@ class Two(Network):
 
 @needs_hosts
 @pytest.mark.parametrize(("yaml", "processes"), [("multi_node_ddp", 2), slow("multi_node_fsdp", 2), slow("hsdp", 4)])
-def test_two_hosts_give_the_curve_of_one_process(
-    whole: Whole, rounding: Rounding, tmp_path: Path, yaml: str, processes: int
-) -> None:
+def test_two_hosts_give_the_curve(whole: Whole, rounding: Rounding, tmp_path: Path, yaml: str, processes: int) -> None:
     """Gloo's interface is chosen: without, it takes the loopback, and each waits for the other until the timeout."""
     with Two(tmp_path) as hosts:
         run = hosts.finish(yaml, tmp_path / "run", *DIGITS, num_processes=processes)
@@ -73,9 +68,7 @@ def test_a_host_with_other_settings_is_refused_by_all_in_the_same_words(tmp_path
 
 
 @needs_hosts
-def test_after_a_host_died_the_run_goes_on_exactly_with_one_host_fewer(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
+def test_after_a_host_died_the_run_resumes_exactly_on_the_other(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Two(tmp_path) as hosts:
         first, _ = hosts.start("multi_node_ddp", folder, *SHORT)
@@ -88,9 +81,7 @@ def test_after_a_host_died_the_run_goes_on_exactly_with_one_host_fewer(
 
 @needs_hosts
 @pytest.mark.slow
-def test_after_a_cut_link_all_end_within_the_timeout_and_a_relaunch_goes_on_exactly(
-    whole: Whole, tmp_path: Path
-) -> None:
+def test_after_a_cut_link_all_end_within_the_timeout_and_a_relaunch_is_exact(whole: Whole, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Two(tmp_path) as hosts:
         first, second = hosts.start("multi_node_ddp", folder, *SHORT, "--timeout_minutes=0.3")

@@ -137,9 +137,7 @@ def test_what_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["normal", "graceful"])
-def test_a_job_makes_room_for_an_urgent_one_and_goes_on(
-    cluster: Cluster, tmp_path: Path, whole: Whole, partition: str
-) -> None:
+def test_a_job_makes_room_for_an_urgent_one(cluster: Cluster, tmp_path: Path, whole: Whole, partition: str) -> None:
     """At once, with 30 seconds to save (KillWait), or within the partition's GraceTime."""
     job = submit(cluster, tmp_path / "run", *SETTINGS, options=("--nodes=2", "--exclusive", f"--partition={partition}"))
     job.wait_for("step      5/")
@@ -152,7 +150,7 @@ def test_a_job_makes_room_for_an_urgent_one_and_goes_on(
 
 
 @pytest.mark.slow
-def test_slurm_tells_it_to_save_before_its_time_ends_and_a_cancelled_job_stays_away(
+def test_it_is_told_to_save_before_its_time_ends_and_a_cancelled_job_stays_away(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """Of a single process too, whose launcher would not wait for it."""
