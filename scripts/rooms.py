@@ -35,8 +35,7 @@ FILES = {
     " tests/test_checkpoint_tool.py tests/test_evaluate.py tests/text/test_checkpoint_tool.py"
     " tests/text/test_evaluate.py tests/text/test_generate.py",
     "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
-    "wandb": "src/tracking/wandb.py src/config/wandb.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
-    " tests/test_wandb_sweep.py",
+    "wandb": "src/tracking/wandb.py src/config/wandb.py tests/test_wandb_logger.py tests/test_wandb_sweep.py",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/test_benchmark.py",
     "course": "docs/learn tests/test_learn.py",
     "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml docs/examples.md"

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import default_collate
 
 from src.tasks.mnist import Mnist
 from src.tracking.summary import MOST_CHARACTERS, shown
@@ -55,21 +57,29 @@ def test_a_dry_run_loads_the_resume_point_and_touches_nothing(launch: Launch, wh
     assert contents(folder) == before
 
 
+def test_an_example_is_shown_by_its_names_shapes_types_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without the case of no elements: torch refuses to take their minimum."""
+    monkeypatch.setattr(Mnist, "collate", lambda _, samples: default_collate(samples))
+    example = {"x": np.arange(5) / 8, "at": {"n": 3}, "boxes": torch.zeros(0, 4)}
+    shown = '{ "x": "torch.float64 (5,), 0 to 0.5", "at": { "n": 3 }, "boxes": [] }'
+    assert " ".join(Mnist().preview([example], 0).split()) == shown
+
+
 def test_what_contributes_is_green_in_a_terminal_and_in_brackets_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert shown("a⟦b⟧c") == "a⟦b⟧c"  # pytest captures the output
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert shown("a⟦b⟧c") == "a\x1b[32mb\x1b[0mc"
-    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
-        with monkeypatch.context() as within:
-            within.setenv(name, value)
-            assert shown("a⟦b⟧c") == "a⟦b⟧c"
+    monkeypatch.setenv("TERM", "dumb")
+    assert shown("a⟦b⟧c") == "a⟦b⟧c"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown("a⟦b⟧c") == "a⟦b⟧c"
 
 
 def test_a_long_text_is_cut_with_what_was_left_out_and_cannot_control_the_terminal() -> None:
     """Tried without closing the mark: all that follows is green."""
     text = "x" * 10 + "⟦" + "y" * 9000 + "⟧z"
     assert shown(text) == text[:MOST_CHARACTERS] + f"⟧\n… and {9013 - MOST_CHARACTERS:,} more characters"
-    assert shown("⟦a⟧" * 3) == "⟦a⟧" * 3
     assert shown("a\tb\n\x1b]0;title\x07\r\x9b2J") == "a\tb\n\ufffd]0;title\ufffd\ufffd\ufffd2J"

@@ -65,8 +65,7 @@ def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:
     assert train.labels.tolist() == [0, 1, 2, 3, 4]
     contents = [(folder / name).read_bytes() for name in IDX_FILES]
     for number, name in enumerate(IDX_FILES):
-        too_few = b"\0\0\x08\x01\0\0\0\x02\1\2"
-        for damaged in (contents[number][:-1], b"", b"<html>", contents[number ^ 1], too_few):
+        for damaged in (contents[number][:-1], b"<html>", contents[number ^ 1], b"\0\0\x08\x01\0\0\0\x02\1\2"):
             (folder / name).write_bytes(damaged)
             with pytest.raises(UserError, match=f"^MNIST could be neither read from {folder} .*--task.data_dir"):
                 mnist(str(tmp_path))

@@ -32,6 +32,7 @@ from tests.planning import H100, llama, measured, setup
 needs_text = needs("src/tasks/text/causal_lm.py")
 needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
 DIGITS = ("--task.source=digits", "--global_batch_size=8", "--micro_batch_size=1", *QUIET)
+PLAN = (f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu")
 TELL = """
 import json, os, src.training.gradients
 from torch.distributed.tensor import DTensor
@@ -90,8 +91,6 @@ main()
 """Has the data read in 20 s by the clock of the plan, a second more on two GPUs."""
 
 
-SHARDS = [("single_gpu", 1, 1, 2), ("fsdp_grad_op", 16, 16, 2), ("hsdp", 16, 8, 2), ("fsdp_offload", 2, 2, 0)]
-"""A yaml, its number of GPUs, and for the language model on them: the GPUs that share a parameter, AdamW's moments."""
 DIGITS_ON = [("single_gpu", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3)]
 
 
@@ -108,12 +107,9 @@ def plan(shared: Path, tmp_path: Path, text: str) -> Callable[[str, int], Any]:
     """What is found under a yaml, on so many GPUs. What `make test` asks is measured in one process for all tests."""
     asked = {}
     if (PROJECT / "src/tasks/text").exists():
-        asked = {(yaml, gpus, "lm"): setup(yaml, gpus, llama(text, batch=32)) for yaml, gpus, *_ in SHARDS}
         short, long = (llama(text, length, batch, num_key_value_heads=4) for length, batch in ((512, 4), (2048, 1)))
-        asked |= {
-            ("fsdp", 4, "lm"): setup("fsdp", 4, short),
-            ("fsdp_cp", 4, "lm"): setup("fsdp_cp", 4, long, cp_size=4),
-        }
+        asked["fsdp", 4, "lm"] = setup("fsdp", 4, short)
+        asked["fsdp_cp", 4, "lm"] = setup("fsdp_cp", 4, long, cp_size=4)
     asked |= {(*on, "digits"): of_digits(tmp_path, *on) for on in DIGITS_ON}
     asked["ddp", 2, "many"] = setup("ddp", 2, [word.replace("batch_size=8", "batch_size=2048") for word in DIGITS])
 
@@ -195,8 +191,7 @@ def test_what_a_plan_says_of_the_data(plan: Callable[..., Any]) -> None:
 
 @needs_null_gpu
 def test_the_plan_that_is_printed(tmp_path: Path) -> None:
-    words = ["-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu"]
-    run = run_command([f"{BIN}/python", *words, f"--output={tmp_path}", "--", *DIGITS], tmp_path, PROJECT).succeeded()
+    run = run_command([*PLAN, f"--output={tmp_path}", "--", *DIGITS], tmp_path, PROJECT).succeeded()
     (row,) = json.loads((tmp_path / "mnist" / "plan.json").read_text())
     assert row["is_fitting"]
     assert row["measured"]["work"]["kernels"] > 100
@@ -219,15 +214,12 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("length", "says"), [(8192, "nothing fits: try "), (512, "cheapest that fits: ")])
 def test_what_does_not_fit_says_by_how_much_and_what_to_try(text: str, tmp_path: Path, length: int, says: str) -> None:
     """On a GPU of 2.6 GiB, of which CUDA takes 1.5."""
-    gpu = tmp_path / "small.yaml"
-    gpu.write_text(
-        "small: {name: Small, capability: '9.0', memory_gib: 2.6, bandwidth_gb_s: 100, tflops: {bf16: 10, fp32: 1},"
-        " link_gb_s: 10, network_gb_s: 1}"
-    )
-    words = [f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu"]
-    words += [f"--gpu={gpu}", f"--output={tmp_path}", "--"]
+    gpu, figures = tmp_path / "small.yaml", {"capability": "9.0", "tflops": {"bf16": 10, "fp32": 1}}
+    figures |= {"memory_gib": 2.6, "bandwidth_gb_s": 100, "link_gb_s": 10, "network_gb_s": 1}
+    gpu.write_text(json.dumps({"small": {"name": "Small"} | figures}))
     arguments = llama(text, length=length, batch=1, intermediate_size=4096)
-    run = run_command([*words, *arguments, *QUIET], tmp_path, PROJECT).succeeded()
+    command = [*PLAN, f"--gpu={gpu}", f"--output={tmp_path}", "--", *arguments, *QUIET]
+    run = run_command(command, tmp_path, PROJECT).succeeded()
     assert ("does not fit: " in run.stdout) == (length > 512)
     assert says in run.stdout
 
@@ -302,63 +294,34 @@ def test_the_time_of_a_step_by_hand() -> None:
     seconds = seconds_of(MEASURED, gpu, 16, is_compiled=False)
     compute = 1 / (10 * 0.5) + 2 / (10 * 0.4) + 8 / (1000 * 0.8)
     communication = 40 / (50 * 0.8) + 100 * 20e-6 + 8 / (10 * 0.8) + 10 * 50e-6
-    assert seconds.compute == pytest.approx(compute)
-    assert seconds.communication == pytest.approx(communication)
-    awaited = 4 / (50 * 0.8) + 20 * 20e-6
-    hidden = compute / 2
-    assert seconds.step == pytest.approx(compute + communication - hidden)
-    MEASURED.work |= {"sent within": 4e9, "collectives within": 20, "sent between": 0, "collectives between": 0}
-    assert seconds_of(MEASURED, gpu, 16, is_compiled=False).step == pytest.approx(compute + awaited)  # never hidden
-    MEASURED.work["host_seconds"] = 60
-    assert seconds_of(MEASURED, gpu, 16, is_compiled=False).step == 60
-    MEASURED.work["host_seconds"] = 0.5
+    assert (seconds.compute, seconds.communication) == (pytest.approx(compute), pytest.approx(communication))
+    assert seconds.step == pytest.approx(compute + communication - compute / 2)
+    never_hidden = {"sent within": 4e9, "collectives within": 20, "sent between": 0, "collectives between": 0}
+    for more, step in ((never_hidden, compute + 4 / (50 * 0.8) + 20 * 20e-6), ({"host_seconds": 60}, 60)):
+        work = replace(MEASURED, work=MEASURED.work | more)
+        assert seconds_of(work, gpu, 16, is_compiled=False).step == pytest.approx(step)
 
 
-def test_the_plan_as_a_person_reads_it() -> None:
-    """Within 80 columns, and 120 where a line doesn't fit. By hand: 100 steps of 3,600 / 100 s are an hour."""
-    work = {"host_seconds": 36.0, "bytes": 0.0}
-    fits = replace(
-        MEASURED, work=work, tokens=12_417_840.0, model_flops=0.319 * 989e12 * 36 * 8, total_steps=100, largest=8,
-        memory={"load": (1, 1), "step": (57_130_000_000, 1)}, notes=["varlen attention"],
-    )  # fmt: skip
-    memory = {"step": (1, 1), "evaluation": (H100.capacity + 12_340_000_000, 1)}
-    reason = "cannot be measured: KeyError: 'x'"
-    found = {"ddp": fits, "fsdp": replace(fits, largest=0, memory=memory), "fsdp_grad_op": None, "fsdp_offload": None}
-    rows = [Row(setup(yaml, 8, DIGITS), one, "" if one else reason) for yaml, one in found.items()]
+def test_the_cheapest_that_fits_is_recommended() -> None:
+    """By hand: 100 steps of 3,600 / 100 s are an hour."""
+    fits = replace(MEASURED, work={"host_seconds": 36.0, "bytes": 0.0}, total_steps=100, memory={"step": (57.13e9, 1)})
+    too_much = replace(fits, largest=0, memory={"evaluation": (H100.capacity + 12_340_000_000, 1)})
+    rows = [Row(setup("ddp", 8, DIGITS), fits), Row(setup("fsdp", 8, DIGITS), too_much)]
     config = load_config(["--compile=false", *DIGITS], TASKS)
-    assert [line.rstrip() for line in table(rows, config).splitlines()] == [
-        "varlen attention",
-        "GPUs yaml   GB micro most   step tok/s/GPU   MFU    time   cost limit",
-        "   8  ddp 57.1     1    8 36.000    43,118 31.9% 1:00:00 $31.92 the host",
-        "   8 fsdp 95.8     1    0 36.000    43,118 31.9% 1:00:00 $31.92 does not fit: 12.3 GB over in the evaluation",
-        "8 fsdp_grad_op: cannot be measured: KeyError: 'x'",
-        "8 fsdp_offload: cannot be measured: KeyError: 'x'",
-    ]
+    assert "1:00:00 $31.92 does not fit: 12.3 GB over in the evaluation" in table(rows, config)
     assert recommendation(rows, config).startswith("cheapest that fits: 1:00:00, $31.92, 26.3 GB to spare\n")
-    no_price = H100.model_copy(update={"price_usd_hour": None})
-    free = [replace(row, setup=replace(row.setup, gpu=no_price)) for row in rows]
-    assert "cost" not in table(free, config)
-    assert recommendation(free, config).startswith("cheapest that fits: 1:00:00, 26.3 GB to spare\n")
 
 
 def test_what_cannot_be_measured_is_one_line_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried without catching them: one architecture that fails under offload takes the whole plan with it."""
-
-    def unpicklable() -> None:
-        class LocalError(Exception):
-            pass
-
-        raise LocalError("no\nsuch kernel")
-
     for fails, says in (
-        (unpicklable, "cannot be measured: LocalError: no such kernel"),
+        (lambda: 1 / 0, "cannot be measured: ZeroDivisionError: division by zero"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "cannot be measured: its process was killed"),
         (lambda: refuse(["a mistake", "and another"]), "a mistake and another"),
     ):
         monkeypatch.setattr(search, "measure", lambda of, _, fails=fails: fails() if of.gpus == 1 else MEASURED)
         failed, other = explore_all([setup("fsdp_offload", 1, ()), setup("ddp", 2, ())])
         assert failed.reason.startswith(says)
-        assert "\n" not in failed.reason
         assert other.measured == MEASURED
 
 
@@ -386,15 +349,9 @@ def test_mistakes_in_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     assert refused(file)[0].startswith(f"--gpu {file}: cannot be read, ")
     file.write_text("mine: {name: Mine, capability: '9.0', memory_gib: -1, price: 3, tflops: {bf16: 1}}")
-    expected = (
-        "memory_gib: must be greater than 0",
-        "price: Extra inputs are not permitted",
-        "tflops: fp32 is missing",
-    )
-    assert {f"{file}: mine.{line}" for line in expected} <= {*refused(file)}
-    for content in (b"", b"- a", b"hello", b"\xff\xfe\x80"):
-        file.write_bytes(content)
-        assert refused(file)[0].startswith(f"--gpu {file}: ")
+    told = "\n".join(refused(file))
+    for line in ("memory_gib: must be greater than 0", "price: Extra inputs are not", "tflops: fp32 is missing"):
+        assert f"{file}: mine.{line}" in told
 
 
 def test_groups_that_share_sequences_stay_within_a_machine() -> None:

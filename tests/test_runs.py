@@ -18,8 +18,6 @@ GPU_YAMLS = [
     slow("ddp", 2, "ddp"), slow("ddp", 1, "single"), slow("fsdp_grad_op", 2, "fsdp_grad_op"),
     slow("fsdp_offload", 2, "fsdp_offload"), slow("fsdp_offload", 1, "fsdp_offload"), slow("fsdp_fp8", 2, "fsdp"),
 ]  # fmt: skip
-LAST = ["evaluate"] if (PROJECT / "src/tools/evaluate.py").exists() else []
-LAST += ["upload"] if WANDB else []
 MEASURED = {"perf/data_seconds", "perf/compute_seconds", "perf/peak_memory_bytes"}
 if not (PROJECT / "src/tracking/performance.py").exists():  # thrown out
     MEASURED = set()
@@ -49,6 +47,7 @@ def test_the_digits_are_learnt_and_exactly_these_files_say_so(digits: Run) -> No
     assert summary["eval/loss"] < 0.3
     assert [peak > 2**20 for peak in summary["peak_memory_bytes"]] == [True]
     assert 0 < 5 * 1438 / summary["samples_per_second"] < summary["seconds"]
+    assert digits.stderr == ""
 
 
 def test_each_record_is_a_json_object_with_its_step_first(digits: Run) -> None:

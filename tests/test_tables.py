@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 from base64 import b64decode
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -86,38 +85,27 @@ def test_a_run_records_them_at_each_evaluation_alike_on_any_number_of_processes(
 
 def test_accuracy_f1_and_matthews_are_the_textbooks() -> None:  # room: text
     labels = {"predictions": torch.tensor([1, 1, 0, 0, 1]), "references": torch.tensor([1, 0, 0, 1, 1])}
-    f1 = load_metric("F1")
-    assert f1.compute(**labels, labels=2) == {"f1": pytest.approx(2 / 3)}  # 2 right, 1 too many, 1 missed
+    assert load_metric("F1").compute(**labels, labels=2) == {"f1": pytest.approx(2 / 3)}
     assert load_metric("Accuracy").compute(**labels) == {"accuracy": 0.6}
     assert load_metric("Matthews").compute(**labels) == {"matthews_correlation": pytest.approx((2 * 1 - 1 * 1) / 6)}
-    assert f1.compute(**labels, labels=3) == {"f1": pytest.approx((2 / 3 + 1 / 2) / 2)}  # a label that none has
     several = {"predictions": [0, 1, 2, 2], "references": [0, 1, 2, 1]}
-    assert f1.compute(**several, labels=3) == {"f1": pytest.approx((1 + 2 / 3 + 2 / 3) / 3)}
+    assert load_metric("F1").compute(**several, labels=3) == {"f1": pytest.approx((1 + 2 / 3 + 2 / 3) / 3)}
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(4)
-
-    def __len__(self) -> int:
-        return 4
-
-
-LOSS = torch.tensor(3.0)
-ROWS = torch.zeros(4)
+LOSS, ROWS = torch.tensor(3.0), torch.zeros(4)
 DATASET = TensorDataset(ROWS)
 SUM = "the loss summed over its targets, not their mean, as a tensor of shape ()"
 WRONG: dict[str, list[Any]] = {
-    "build_datasets": [DATASET, (DATASET, Stream()), (DATASET,) * 3],
-    "loss": [3.0, ROWS, (LOSS,)],
-    "evaluate": [LOSS, (LOSS, ROWS), (LOSS, {"a": LOSS}), (3.0, {})],
-    "metrics": [{"accuracy": "good"}, {"accuracy": LOSS}, {"accuracy": None}, 0.5],
+    "build_datasets": [DATASET, (DATASET, IterableDataset()), (DATASET,) * 3],
+    "loss": [3.0, ROWS],
+    "evaluate": [LOSS, (LOSS, ROWS), (LOSS, {"a": LOSS})],
+    "metrics": [{"accuracy": "good"}, {"accuracy": LOSS}, 0.5],
 }
-RIGHT: dict[str, list[Any]] = {
-    "build_datasets": [[DATASET, [2, 3]]],
-    "loss": [LOSS],
-    "evaluate": [(LOSS, {}), [LOSS, {"a": ROWS, "b": torch.zeros(4, 2)}]],
-    "metrics": [{}, {"accuracy": 1, "other": np.float64(0.5)}],
+RIGHT: dict[str, Any] = {
+    "build_datasets": [DATASET, [2, 3]],
+    "loss": LOSS,
+    "evaluate": [LOSS, {"a": ROWS, "b": torch.zeros(4, 2)}],
+    "metrics": {"accuracy": 1, "other": np.float64(0.5)},
 }
 MUST_RETURN = {
     "build_datasets": "two map-style datasets, to train on and to evaluate on, each with a length and indexing",
@@ -133,8 +121,7 @@ def test_a_method_that_returns_something_else_is_named(method: str) -> None:
         with pytest.raises(UserError) as error:
             require_right(Mnist(), method, value)
         assert str(error.value) == f"Mnist.{method} must return {MUST_RETURN[method]}"
-    for value in RIGHT[method]:
-        require_right(Mnist(), method, value)
+    require_right(Mnist(), method, RIGHT[method])
 
 
 def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,17 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.faults.runs import ALL, assert_same_run, checkpoints, without_times
-from tests.launching import BIN, Launch, Run, Whole, run_command, slow
+from tests.launching import BIN, Launch, Run, Whole, mistakes, run_command, slow
 from tests.test_guarded import numbers
+from train import run_settings
 
 LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"
 """What is said of a service that was killed: by asyncio or by the system, whichever notices first."""
@@ -81,3 +85,44 @@ def test_it_has_the_model_and_the_checkpoints_as_artifacts(recorded: Run, sessio
         assert {entry["ref"]: int(entry["size"]) for entry in artifact["manifest"]["contents"]} == files
     kept = recorded.folder.parent.glob("**/wandb/**/*")
     assert max(path.stat().st_size for path in kept if path.is_file()) < 1_000_000  # of a model of 5 MB
+
+
+NO_ARTIFACT = "resume=wandb:me/digits/checkpoint-x:best: cannot be downloaded, "
+FROM_ARTIFACT = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best")
+
+
+def test_a_run_starts_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The alias becomes a version. Tried without looking for it: it is downloaded a second time."""
+    monkeypatch.chdir(tmp_path)
+    source = whole("cpu", "--max_steps=4").folder / "checkpoints" / "step_00000004"
+    downloads: list[str] = []
+
+    def download(root: str) -> None:
+        downloads.append(root)
+        shutil.copytree(source, root, dirs_exist_ok=True)
+
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    api = Mock()
+    api.artifact.side_effect = lambda name: Mock(qualified_name=name.replace(":best", ":v3"), download=download)
+    monkeypatch.setattr("wandb.Api", lambda: api)
+    for _ in range(2):
+        config = run_settings([*FROM_ARTIFACT, "--max_steps=8"])
+        assert config.resume == "artifacts/me/digits/checkpoint-x:v3"
+    assert len(downloads) == 1
+
+
+def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without credentials, a network, or such an artifact: one line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("wandb.login", lambda **_: False)
+    assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}no credentials: `wandb login` first"]
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setattr("wandb.Api", Mock(side_effect=ValueError("Unable to fetch\nan artifact")))
+    assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}Unable to fetch an artifact"]
+
+
+def test_nothing_is_downloaded_for_help_or_beside_other_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wandb.login", None)
+    with pytest.raises(SystemExit):
+        run_settings([*FROM_ARTIFACT, "--help"])
+    assert mistakes(*FROM_ARTIFACT, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]

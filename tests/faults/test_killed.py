@@ -137,12 +137,10 @@ def die(_: Signals) -> None:
     [
         (RuntimeError("[gloo] closed by peer"), "0", "before", None),
         (RuntimeError("the root cause"), "1", "before", ""),
-        (UserError("a mistake that all share"), "1", "before", None),
         (UserError("a mistake that all share"), "1", "late", None),
         (UserError("a mistake that all share"), "0", "before", "train.py: a mistake that all share\n"),
         (UserError("a mistake of its own"), "1", "never", "train.py: a mistake of its own [process 1]\n"),
         (RunError("its disk is gone"), "1", "never", "train.py: its disk is gone [process 1]\n"),
-        (RunError("a disk is gone"), "1", "before", None),
     ],
 )
 def test_a_process_says_what_no_other_has_said(
