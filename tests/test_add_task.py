@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from src.tasks.task_checks import MUST_RETURN
 from tests.launching import PROJECT, Launch, Rounding, Whole, needs
-from tests.test_tables import MUST_RETURN
 
 TASK = '''
 """Learn the mean of a ragged number of values: most examples count for several, some for none."""

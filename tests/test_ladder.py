@@ -32,27 +32,3 @@ def test_no_import_leads_up_or_hides_in_a_function() -> None:
         for other, is_at_top in arrows(file):
             assert is_at_top, f"{file} imports inside a function or a condition"
             assert other in ("", folder) or FLOORS[other] < FLOORS[folder], f"{file} imports from {other}, not below it"
-
-
-def calls_without_encoding(file: Path) -> Iterator[str]:
-    """Yield the lines that open a file as text, or read a program's output so, by the machine's own encoding."""
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if not isinstance(node, ast.Call):
-            continue
-        called, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
-        modes = [
-            part.value for part in [*node.args, *(k.value for k in node.keywords)] if isinstance(part, ast.Constant)
-        ]
-        is_open = called == "open" or (
-            called.endswith((".open", ".fdopen")) and called not in ("os.open", "Image.open")
-        )
-        is_text = is_open and not any(mode in ("rb", "wb", "ab", "ab+") for mode in modes)
-        if "encoding" not in given and (is_text or called.endswith((".read_text", ".write_text")) or "text" in given):
-            yield f"{file}:{node.lineno}"
-
-
-def test_what_is_read_and_written_is_utf_8_whatever_the_machine_has() -> None:
-    """Tried with `read_text()` in src/tools/sweep.py, and with `text=True` in scripts/rooms.py."""
-    folders = [PROJECT / name for name in ("src", "scripts", "examples", "null_gpu")]
-    files = [PROJECT / "train.py", *(file for folder in folders for file in folder.rglob("*.py"))]
-    assert [line for file in files for line in calls_without_encoding(file)] == []

@@ -139,9 +139,7 @@ def test_a_check_ends_with_a_report_which_that_of_a_run_shows_too(launch: Launch
 
 @needs_chromium
 @pytest.mark.parametrize(("width", "mode"), [(390, "dark"), slow(1400, "light")])
-def test_a_browser_shows_it_without_javascript_network_or_scrolling_sideways(
-    tmp_path: Path, width: int, mode: Any
-) -> None:
+def test_a_browser_shows_it_without_javascript_network_or_scrolling(tmp_path: Path, width: int, mode: Any) -> None:
     """Tried with a picture from a server, and with a table that does not scroll by itself."""
     mistakes, samples = [{"image": PIXEL, "label": HOSTILE}] * 24, [{"prompt": "w" * 3000, "n": HOSTILE}]
     confusion = [{"label": "a"} | {f"prediction {i}": i for i in range(40)}]

@@ -4,22 +4,25 @@ import contextlib
 import io
 import json
 from base64 import b64decode
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pydantic import BaseModel, ValidationError
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import ChainDataset, TensorDataset
 
 from src.config.errors import UserError
 from src.tasks import load_metric, tables
-from src.tasks.base import PICTURE
+from src.tasks.base import PICTURE, ContextParallel, TaskState
 from src.tasks.mnist import Mnist, bundled_digits
 from src.tasks.tables import label_tables
-from src.tasks.task_checks import require_right, require_sum
-from tests.launching import Whole
+from src.tasks.task_checks import MUST_RETURN, require_right, require_sum
+from tests.launching import PROJECT, Whole
+from train import run_settings
 
 SHORT = ("--max_steps=6", "--eval_every=3", "--task.dropout=0", "--task.rotation=0",
          "--optim.lr=1e-4")  # fmt: skip  # small, as in test_parity.py
@@ -94,9 +97,8 @@ def test_accuracy_f1_and_matthews_are_the_textbooks() -> None:  # room: text
 
 LOSS, ROWS = torch.tensor(3.0), torch.zeros(4)
 DATASET = TensorDataset(ROWS)
-SUM = "the loss summed over its targets, not their mean, as a tensor of shape ()"
 WRONG: dict[str, list[Any]] = {
-    "build_datasets": [DATASET, (DATASET, IterableDataset()), (DATASET,) * 3],
+    "build_datasets": [DATASET, (DATASET, ChainDataset([])), (DATASET,) * 3],
     "loss": [3.0, ROWS],
     "evaluate": [LOSS, (LOSS, ROWS), (LOSS, {"a": LOSS})],
     "metrics": [{"accuracy": "good"}, {"accuracy": LOSS}, 0.5],
@@ -106,12 +108,6 @@ RIGHT: dict[str, Any] = {
     "loss": LOSS,
     "evaluate": [LOSS, {"a": ROWS, "b": torch.zeros(4, 2)}],
     "metrics": {"accuracy": 1, "other": np.float64(0.5)},
-}
-MUST_RETURN = {
-    "build_datasets": "two map-style datasets, to train on and to evaluate on, each with a length and indexing",
-    "loss": SUM,
-    "evaluate": f"two values: {SUM}, and tensors of shape (examples, ...) by name",
-    "metrics": "numbers by name; convert a tensor with float()",
 }
 
 
@@ -136,3 +132,49 @@ def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(Mnist, "count", lambda *_, number=targets: {"targets": number})
         with contextlib.nullcontext() if is_sum else pytest.raises(UserError, match="must return the loss summed"):
             require_sum(Mnist(), loss, None)
+
+
+class Words(Mnist):
+    """Finds out what there is to find in its data, as text tasks do."""
+
+    size: int = 3
+
+    def build_datasets(self) -> Any:
+        self.state.data["labels"] = [*"abcdef"[: self.size]]
+        self.state.notes.append(f"{self.size} words")
+
+
+def groups(settings: BaseModel) -> Iterator[BaseModel]:
+    yield settings
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            yield from groups(value)
+
+
+NAMES = ["mnist"]
+NAMES += ["image_classification", "tabular_regression"]  # room: examples
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_can_write_into_settings_after_validation(name: str) -> None:
+    """In any group. Tried with a group that is not frozen."""
+    config = run_settings([f"--task.name={name}", f"--task.data_dir={PROJECT}"][: 1 + (name == "mnist")])
+    for group in groups(config):
+        for field in type(group).model_fields:
+            with pytest.raises(ValidationError, match="frozen"):
+                setattr(group, field, getattr(group, field))
+
+
+def test_runs_of_the_same_settings_share_nothing_that_they_find_out() -> None:
+    """Tried with a shallow copy of the state, and with pydantic's own model_copy: the other run has the labels too."""
+    settings = Words()
+    one, other = settings.begin(TaskState()), settings.begin(TaskState(dtype=torch.bfloat16))
+    one.build_datasets()
+    assert one.state.data == {"labels": ["a", "b", "c"]}
+    assert one.state.notes == ["3 words"]
+    assert (other.state, settings.state) == (TaskState(dtype=torch.bfloat16), TaskState())
+    changed = one.model_copy(update={"size": 2})
+    changed.build_datasets()
+    changed.state.cp = ContextParallel(1, 2)
+    assert one.state == TaskState(data={"labels": ["a", "b", "c"]}, notes=["3 words"])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from src.checkpoint.tensors import saved_tensors
 from src.distributed.process import exit_codes
 from tests.faults.runs import (
     ALL,
@@ -20,7 +19,7 @@ from tests.faults.runs import (
     weights,
     whole_tensors,
 )
-from tests.launching import Launch, Run, Started, Whole
+from tests.launching import Launch, Run, Started, Whole, slow
 
 
 def with_small_files(launch: Launch, *arguments: str, yaml: str = "cpu", kilobytes: int = 6000, **more: Any) -> Run:
@@ -138,12 +137,25 @@ def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launc
     assert [record["step"] for record in evaluations(other)] == [2, 4, 6, 8, 10, 12, 14]  # counted anew
 
 
-def test_a_checkpoint_is_hardly_larger_than_its_tensors(judged: Run) -> None:
-    """Tried with names that differ by process: it cannot be read back."""
-    checkpoint = judged.folder / "checkpoints" / "step_00000014"
-    tensors = saved_tensors(checkpoint)
-    assert sorted(name for name in tensors if name.startswith("model.")) == sorted(
-        f"model.{n}" for n in weights(judged)
-    )
-    size = sum(facts.size.numel() * facts.properties.dtype.itemsize for facts in tensors.values())
-    assert sum(path.stat().st_size for path in checkpoint.iterdir()) <= 1.02 * size
+@pytest.mark.parametrize("yaml", ["ddp", slow("fsdp")])
+def test_one_process_with_nan_makes_all_skip_the_step_and_count_it(launch: Launch, yaml: str) -> None:
+    """It leaves no trace in weights and optimizer. Tried without `accepts`: the weights become NaN."""
+    arguments = (*TINY, "--max_steps=6", "--save_every=1", "--checkpoint.keep_last=3")
+    run = launch(yaml, *arguments, FAULT="nan", FAULT_RANK="1", FAULT_STEP="5").succeeded()
+    assert run.summary["skipped_steps"] == 1
+    said = [line for line in run.stdout.splitlines() if line.startswith("WARNING: ")]
+    assert said == ["WARNING: steps skipped so far because of non-finite gradients: 1"]
+    (skipped,) = (record for record in run.records if record.get("train/loss", 0) is None)
+    assert (skipped["step"], skipped["train/grad_norm"], skipped["train/skipped_steps"]) == (5, None, 1)
+    before, after = (whole_tensors(run.folder / "checkpoints" / f"step_0000000{step}") for step in (4, 5))
+    assert_equal(after, before)
+
+
+def test_too_many_in_a_row_end_with_one_line_that_names_the_last_checkpoint(launch: Launch) -> None:
+    """Tried without the limit: it trains on to the end, and says nothing."""
+    run = launch("ddp", *TINY, "--max_bad_steps=3", FAULT="nan forever", FAULT_RANK="1", FAULT_STEP="5")
+    assert run.exit_code != 0
+    (line,) = run.messages
+    assert "3 consecutive steps had non-finite gradients" in line
+    assert str(run.folder / "checkpoints" / "step_00000004") in line
+    assert checkpoints(run.folder) == [4]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from src.distributed.machines import machine_differences
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Rounding, Run, Started, Whole, launch_words, slow
 from tests.machines.hosts import Network, why_not
@@ -129,11 +128,3 @@ def test_a_machine_with_other_data_is_refused_by_all_in_the_same_words(launch: L
     kind = "has training data [0-9a-f]+"
     assert re.fullmatch(rf"train\.py: machine 1 \({here}\) {kind}; machine 0 \({here}\) {kind}", line)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_what_differs_is_named_on_one_line_per_machine() -> None:
-    first, other = {"torch": "2.15.0", "FSDP_VERSION": "2"}, {"torch": "2.14.0", "extra": "1"}
-    assert list(machine_differences([["a", first], ["b", first], ["c", other]])) == [
-        "machine 2 (c) has torch 2.14.0, FSDP_VERSION None, extra 1; "
-        "machine 0 (a) has torch 2.15.0, FSDP_VERSION 2, extra None"
-    ]

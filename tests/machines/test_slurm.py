@@ -150,9 +150,7 @@ def test_a_job_makes_room_for_an_urgent_one(cluster: Cluster, tmp_path: Path, wh
 
 
 @pytest.mark.slow
-def test_it_is_told_to_save_before_its_time_ends_and_a_cancelled_job_stays_away(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_it_is_told_to_save_before_its_time_ends_and_cancelled_it_stays_away(cluster: Cluster, tmp_path: Path) -> None:
     """Of a single process too, whose launcher would not wait for it."""
     job = submit(cluster, tmp_path / "run", *ENDLESS, options=("--time=10", "--signal=TERM@60"), YAML=SINGLE)
     job.wait_for("step      5/")
