@@ -22,9 +22,7 @@ from src.distributed.process import exit_codes
 from train import run_settings
 
 PROJECT = Path(__file__).parent.parent
-SHARED = next(
-    (folder for parent in PROJECT.parents if (folder := parent / "shared").is_dir()), PROJECT.parent / "shared"
-)
+SHARED = next((parent / "shared" for parent in PROJECT.parents if (parent / "shared").is_dir()), Path("shared"))
 MNIST = SHARED / "data" / "mnist"
 BIN = Path(sys.executable).parent
 FAULTY = "tests/faults/inject.py"
@@ -58,10 +56,9 @@ def needs(path: str) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run of train.py."""
+    """A finished run of train.py; on warm ranks, the exit code is that of the process that failed first."""
 
     exit_code: int
-    """The launcher's; of a run on warm ranks, that of the process that failed first."""
     stdout: str
     stderr: str
     folder: Path

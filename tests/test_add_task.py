@@ -34,7 +34,6 @@ class Block(nn.Module):
 
 class Sign(Task):
     name: Literal["sign"] = "sign"
-    """The task."""
     width: int = 16
     """Of each layer."""
 

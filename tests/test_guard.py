@@ -109,10 +109,6 @@ def mesh(**sizes: int) -> dict[str, Any]:
         (mesh(dp_replicate=2), "", "parallelism_config: dp_replicate_size is for HSDP, which also shards: *"),
         (mesh(cp=2), "", "task.name=mnist: has no sequences to split over processes: remove cp_size from the yaml"),
     ],
-    ids=[
-        "misspelt", "version 1", "blocks", "checkpointing", "compiled", "twice", "without an end", "tensor parallelism",
-        "DeepSpeed's", "another number of processes", "replicas alone", "no sequences",
-    ],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_what_cannot_be_is_refused(
     launch: Launch, tmp_path: Path, settings: dict[str, Any], text: str, says: str, real: bool

@@ -66,7 +66,7 @@ def test_one_that_hangs_or_raises_is_dropped(
 
 
 def test_they_have_each_record(recorded: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # room: trackers
-    """Over a kill; but perhaps trackio the killed session's last. Tried without `purge_step`: TensorBoard has steps twice."""
+    """But perhaps trackio the killed session's last. Tried without `purge_step`: TensorBoard has steps twice."""
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", recorded.folder.parent / "trackio")
     expected = numbers(recorded)
     (name,) = SQLiteStorage.get_runs("accelerate-template")

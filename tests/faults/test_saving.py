@@ -87,12 +87,6 @@ def test_on_a_disk_that_is_read_only_no_room_is_asked_for() -> None:
     assert end.value.code == f"train.py: /runs/x cannot be written, {says}"
 
 
-def test_stopped_before_any_checkpoint_could_be_saved_there_is_none_to_name(launch: Launch) -> None:
-    """Tried with str(): "None", as if it were a folder."""
-    run = with_small_files(launch, *TINY, "--max_hours=1e-9").succeeded()
-    assert (run.status["status"], run.status["step"], run.status["checkpoint"]) == ("preempted", 1, None)
-
-
 @pytest.mark.slow
 def test_a_save_in_which_a_process_hangs_ends_the_run(tmp_path: Path) -> None:
     """Tried with a warning, as for a full disk: no further checkpoint can be saved, and the run trains on."""

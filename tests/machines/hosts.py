@@ -71,12 +71,7 @@ class Host:
 
 
 class Network(contextlib.ExitStack):
-    """Hosts by name, the first of which is the others' bridge; as a context manager it leaves nothing behind.
-
-    Args:
-        addresses: by name.
-        names: the lines of each one's /etc/hosts.
-    """
+    """Hosts by name, the first of which is the others' bridge, with addresses and the lines of /etc/hosts by name."""
 
     def __init__(self, folder: Path, addresses: dict[str, str], names: dict[str, str]) -> None:
         super().__init__()
