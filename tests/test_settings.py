@@ -85,8 +85,8 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         ]),
         ("--config=a.yaml|--max_steps=None", {"a": "max_hours: 1:30\nepochs: yes\nrun_name: [a=b]"}, [
             "a.yaml: run_name: ['a=b']: must be text: write it in quotes",
-            "--max_steps=None: write null for none",
             "a.yaml: epochs: yes: must be a valid integer, unable to parse string as an integer",
+            "--max_steps=None: write null for none",
             "a.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
         ]),
         # tried without: it is found out after the first evaluation

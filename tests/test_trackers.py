@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 from unittest.mock import Mock
 
@@ -91,18 +92,18 @@ LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"  
 @pytest.mark.parametrize(("signal", "why"), [("kill", LOST), slow("suspend", "no answer for 3 seconds")])
 def test_a_wandb_service_that_dies_or_hangs(launch: Launch, whole: Whole, signal: str, why: str) -> None:  # room: wandb
     """The run goes on, its summary says so, and it ends. Tried without `abandon`: the process does not end."""
-    before = f"""
-import psutil
-from src.tracking import guard, wandb
-guard.HANG_SECONDS = 3.0
-log = wandb.WandbPart.log
-def stop(self, record, tables):
-    log(self, record, tables)
-    if record["step"] == 3:
-        (service,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
-        service.{signal}()
-wandb.WandbPart.log = stop
-"""
+    before = dedent(f"""
+        import psutil
+        from src.tracking import guard, wandb
+        guard.HANG_SECONDS = 3.0
+        log = wandb.WandbPart.log
+        def stop(self, record, tables):
+            log(self, record, tables)
+            if record["step"] == 3:
+                (service,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
+                service.{signal}()
+        wandb.WandbPart.log = stop
+    """)
     run = launch("cpu", *ALL, wandb="offline", before=before).succeeded()
     (line,) = [line for line in run.stdout.splitlines() if "W&B failed" in line or "Traceback" in line]
     assert re.fullmatch(rf"WARNING: W&B failed \(({why})\); training continues, logged in metrics.jsonl", line)
