@@ -65,17 +65,14 @@ class Run:
 
     @property
     def messages(self) -> list[str]:
-        """What train.py told a user who erred."""
         return [line for line in self.stderr.splitlines() if line.startswith("train.py: ")]
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """metrics.jsonl."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @property
     def losses(self) -> list[float]:
-        """The training losses, in the order of their steps."""
         return [record["train/loss"] for record in self.records if "train/loss" in record]
 
     @property
@@ -289,7 +286,6 @@ class Started:
         return self
 
     def wait_for(self, text: str) -> "Started":
-        """Until it has printed `text`."""
         return self.wait_until(lambda: text in self.output)
 
     def wait_for_handlers(self, number: signal.Signals, processes: int = 1) -> list[psutil.Process]:

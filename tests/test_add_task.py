@@ -124,7 +124,6 @@ def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: La
 
 @needs("src/tools/evaluate.py")
 def test_it_is_evaluated_outside_of_its_run(launch: Launch, whole: Whole, project: Path, tmp_path: Path) -> None:
-    """From a checkpoint of FSDP."""
     (project / "evaluate_it.py").write_text("import sys\nfrom src.tools.evaluate import main\nmain(sys.argv[1:])\n")
     run, table = whole("fsdp", *ARGUMENTS, project=project, processes=2), tmp_path / "predictions.parquet"
     words = (f"{run.folder}/checkpoints/step_00000052", f"--output={table}")
@@ -142,7 +141,6 @@ def test_it_is_evaluated_outside_of_its_run(launch: Launch, whole: Whole, projec
     ],
 )
 def test_one_line_says_so(launch: Launch, project: Path, yaml: str, returns: str, arguments: Any) -> None:
-    """In its first step and in its examination."""
     before = f"from torch import nn\nfrom src.tasks.sign import Sign\nSign.loss = lambda self, model, batch: {returns}"
     run = launch(yaml, *ARGUMENTS, "--epochs=1", *arguments, project=project, before=before)
     assert run.exit_code == 2

@@ -29,7 +29,6 @@ def run_script(folder: Path, code: str, config: str | Path = "cpu", **variables:
 
 
 def launched(folder: Path, code: str, **config: object) -> Run:
-    """Runs `code` under an accelerate yaml, without this project."""
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **config}))
     return run_script(folder, SAY + code + LEAVE, file)

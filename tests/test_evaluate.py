@@ -73,7 +73,6 @@ def copied(whole: Whole, tmp_path: Path) -> Run:
 
 
 def test_list_of_checkpoints(launch: Launch, copied: Run) -> None:
-    """By its command: without a warning."""
     done = launch("cpu", "list", str(copied.folder), script="src/tools/checkpoints.py").succeeded()
     assert done.stderr == ""
     for step, line in zip((14, 12, 8, 4), listed := done.stdout.splitlines(), strict=True):

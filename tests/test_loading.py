@@ -86,7 +86,6 @@ def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
     did = []
 
     def begin(values: Counts) -> Callable[[], Counts]:
-        """As on two processes that have the same data."""
         did.append("begun")
 
         def wait() -> Counts:

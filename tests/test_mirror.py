@@ -49,7 +49,6 @@ Mirror._fetch = noted
 
 
 def mirrored(mirror: Path | str) -> list[int]:
-    """The steps whose manifest is there."""
     files, root = url_to_fs(str(mirror))
     files.invalidate_cache()
     paths = files.glob(f"{root}/mnist/step_*/manifest.json")
@@ -58,7 +57,6 @@ def mirrored(mirror: Path | str) -> list[int]:
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket, on a server that every process finds."""
     with s3_bucket(monkeypatch):
         yield "s3://bucket/runs"
 

@@ -19,7 +19,6 @@ IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-
 
 
 def write_mnist(folder: Path, examples: int = 5) -> None:
-    """Four small but valid IDX files."""
     folder.mkdir(parents=True)
     for name in IDX_FILES:
         shape = (examples, 28, 28) if "images" in name else (examples,)

@@ -68,7 +68,6 @@ def norms(run: Run) -> list[float]:
 
 
 def assert_same_curve(run: Run, task: Short, whole: Whole, rounding: Rounding) -> None:
-    """And the same metrics as one process alone."""
     alone, within = task.run(whole, "alone"), task.within or task.run(rounding, "alone")
     assert len(alone.losses) == run.summary["step"]
     assert run.losses == pytest.approx(alone.losses, rel=within)

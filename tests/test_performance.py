@@ -77,7 +77,6 @@ Mnist.loss = lambda *arguments: (loss(*arguments), time.sleep(0.3))[0]
 
 
 def test_on_a_cpu_the_clock_measures_a_step(whole: Whole) -> None:
-    """And there is no MFU."""
     run = whole("ddp", *STEPS, before=SLOW)
     record, *_ = run.records
     assert record["perf/compute_seconds"] > 0.3

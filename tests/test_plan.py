@@ -141,7 +141,6 @@ def test_what_processes_that_share_sequences_hold_and_send_by_hand(plan: Callabl
 @needs_null_gpu
 @pytest.mark.slow
 def test_the_8b_of_a_table(text: str) -> None:
-    """docs/transformers.md has what a run with weights had allocated: within a hundredth."""
     shape = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
     shape |= {"num_key_value_heads": 8, "vocab_size": 128_256}
     (row,) = measured(setup("fsdp", 8, llama(text, length=4096, batch=8, **shape)))
@@ -337,7 +336,6 @@ def test_numbers_of_gpus_that_no_plan_is_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_mistakes_in_a_gpu(tmp_path: Path) -> None:
-    """Of the table, or of a file of the user's: all at once."""
 
     def refused(name: str | Path) -> list[str]:
         with pytest.raises(UserError) as error:

@@ -33,7 +33,6 @@ def git(folder: Path, *words: str) -> str:
 
 
 def copy_to(folder: Path) -> Path:
-    """Return a copy of the project's files."""
     for name in git(PROJECT, "ls-files").splitlines():
         if (file := PROJECT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +121,6 @@ def test_all_rooms_can_go_at_once_or_one_by_one_in_any_order(launch: Launch, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
 def test_the_smallest_copy_learns_the_digits_and_resumes_exactly(launch: Launch, tmp_path: Path, yaml: str) -> None:
-    """Without any room."""
     project, folder = copy_to(tmp_path / "project"), tmp_path / "run"
     throw_out({*ROOMS}, project)
     arguments = (yaml, "--config=configs/digits.yaml", "--save_every=100")

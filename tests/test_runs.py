@@ -79,7 +79,6 @@ def test_wandb_offline_holds_config_strategy_history_and_success(digits: Run) ->
 
 @pytest.mark.parametrize(("yaml", "processes", "strategy"), GPU_YAMLS)
 def test_each_yaml_runs_without_a_gpu_and_says_so(launch: Launch, yaml: str, processes: int, strategy: str) -> None:
-    """Also with a single process."""
     hook = ["--ddp_comm_hook=bf16"] if yaml == "ddp_bf16_hook" else []  # as the yaml's header says
     run = launch(yaml, "--max_steps=2", "--optim.max_grad_norm=0.1", *hook, processes=processes).succeeded()
     first = run.stdout.splitlines()[0]

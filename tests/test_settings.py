@@ -112,7 +112,6 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
     ],
 )  # fmt: skip
 def test_every_mistake_is_one_line(arguments: str, files: dict[str, str], lines: list[str]) -> None:
-    """All of them, each once, with the nearest name and where it was written."""
     for name, text in files.items():
         Path(f"{name}.yaml").write_text(text)
     assert mistakes(*arguments.split("|")) == lines

@@ -62,12 +62,10 @@ def study_of(file: str) -> optuna.Study:
 
 
 def trials(file: str) -> dict[str, str]:
-    """What became of each trial, by its folder."""
     return {trial.user_attrs["folder"]: trial.state.name for trial in study_of(file).trials}
 
 
 def test_a_grid_has_each_combination_once_and_names_the_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the tasks of a job array have it, too."""
     file = write(folder, parameters=SWEEP["parameters"] | {"seed": {"min": 0, "max": 1}})
     main([file])
     _header, *table, best = capsys.readouterr().out.splitlines()

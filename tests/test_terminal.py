@@ -124,12 +124,10 @@ def test_a_dumb_terminal_gets_plain_lines(in_terminal: Shown) -> None:
 
 
 def order(epoch: int) -> np.ndarray:
-    """Of the bundled digits, with seed 0."""
     return np.random.default_rng([0, epoch]).permutation(1438)
 
 
 def digit(task: Mnist, index: int) -> str:
-    """As the first epoch sees it, moved by augmentation."""
     return task.preview(task.augmented(task.build_datasets()[0], [0, 0, 1]), index)
 
 

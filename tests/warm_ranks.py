@@ -132,7 +132,6 @@ def launched(words: list[str]) -> tuple[str, list[str], list[dict[str, str]]]:
     environments: list[dict[str, str]] = []
 
     def several(arguments: argparse.Namespace) -> None:
-        """The processes of all machines, where there are several."""
         shared = launch.prepare_multi_gpu_env(arguments)
         size, local = arguments.num_processes, arguments.num_processes // arguments.num_machines
         shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}

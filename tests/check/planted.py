@@ -47,7 +47,6 @@ def rank() -> int:
 
 
 def put(patch: pytest.MonkeyPatch, where: str, hook: Hook) -> None:
-    """Put the hook in place of the function."""
     original = pkgutil.resolve_name(where)
     patch.setattr(where, lambda *args, **named: hook(original, *args, **named))
 

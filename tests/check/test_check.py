@@ -46,7 +46,6 @@ def assert_all_is_well(run: Run) -> None:
     ],
 )
 def test_the_digits_are_well(launch: Launch, yaml: str, processes: int, arguments: tuple[str, ...]) -> None:
-    """And no table is made that nobody will see."""
     before = "import src.tasks.mnist; src.tasks.mnist.Mnist.tables = None"
     assert_all_is_well(launch(yaml, "--check", SMALL, *arguments, processes=processes, before=before))
 
@@ -74,7 +73,6 @@ def test_a_finished_run_is_examined_and_goes_on_afterwards(launch: Launch, whole
 
 
 def data_of(config: str) -> list[str]:
-    """What the config needs to find its data here."""
     if config in ("digits", "mnist", "mnist_reference"):
         return ["--task.name=mnist", f"--task.data_dir={MNIST}"]
     if config == "pretrain":
@@ -110,7 +108,6 @@ SETTINGS = ("--task.source=digits", "--global_batch_size=16", "--epochs=4", *QUI
 
 @pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
 def test_each_fault_is_found_by_its_check(launch: Launch, tmp_path: Path, yaml: str) -> None:
-    """In the same processes, one after the other."""
     output, faults = tmp_path / "found.json", {fault.name: fault for fault in FAULTS if fault.yaml == yaml}
     launch(yaml, str(output), "tests.check.planted", yaml, *SETTINGS, script="tests/check/examine.py").succeeded()
     found = json.loads(output.read_text())

@@ -55,7 +55,6 @@ def modified(folder: Path) -> int:
 
 
 def unfinished(folder: Path) -> set[tuple[str, int]]:
-    """The unpublished folders, by name and inode."""
     found = set()
     for path in folder.glob("checkpoints/tmp_*"):
         with contextlib.suppress(FileNotFoundError):

@@ -24,8 +24,6 @@ FSDP = {
 
 @dataclass(frozen=True)
 class Probe:
-    """What `main` has seen."""
-
     steps: list[dict[str, int]]
     """Of each step, how often each thing happened, by the names that null_gpu.c gives them."""
     places: dict[str, int]

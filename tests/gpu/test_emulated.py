@@ -27,7 +27,6 @@ YAMLS = {
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
-    """The arguments of each kind of language model."""
     tiny, folder = import_module("tests.text.tiny"), tmp_path_factory.mktemp("data")
     data = (*TEXT, f"--task.dataset={tiny.questions(folder / 'questions.jsonl')}")
     files = (*data, f"--task.model={tiny.llama(folder / 'llama')}")

@@ -13,6 +13,7 @@ from tests.launching import Launch, Rounding, Run, Started, Whole, launch_words,
 from tests.machines.hosts import Network, why_not
 from tests.test_parity import DIGITS, TASKS, assert_same_curve
 
+pytestmark = pytest.mark.machines
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
@@ -31,7 +32,6 @@ class Two(Network):
         return self.enter_context(Started(yaml, words=words, folder=folder, real=True, within=within))
 
     def start(self, *arguments: Any, **launcher: Any) -> list[Started]:
-        """A run on both."""
         return [self.launch(host, *arguments, **launcher) for host in (1, 2)]
 
     def finish(self, *arguments: Any, **launcher: Any) -> Run:

@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from launchers import machine
 from tests.launching import PROJECT, QUIET, Launch, Run, Tool, Whole, clean_environment, wait
 
+pytestmark = pytest.mark.machines
 SERVICE, JOB = yaml.safe_load_all((PROJECT / "launchers/kubernetes.yaml").read_text())
 POD = JOB["spec"]["template"]["spec"]
 CONTAINER = POD["containers"][0]
