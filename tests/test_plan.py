@@ -32,6 +32,7 @@ from tests.planning import H100, llama, measured, setup
 needs_text = needs("src/tasks/text/causal_lm.py")
 needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
 DIGITS = ("--task.source=digits", "--global_batch_size=8", "--micro_batch_size=1", *QUIET)
+Plan = Callable[..., Any]
 PLAN = (f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu")
 TELL = """
 import json, os, src.training.gradients
@@ -126,7 +127,7 @@ def plan(shared: Path, tmp_path: Path, text: str) -> Callable[[str, int], Any]:
 
 @needs_text
 @needs_null_gpu
-def test_what_processes_that_share_sequences_hold_and_send_by_hand(plan: Callable[..., Any]) -> None:
+def test_what_processes_that_share_sequences_hold_and_send_by_hand(plan: Plan) -> None:
     """As with a sequence to itself a fourth as long; three quarters of what it has are sent there and back, in bf16."""
     short, long = plan("fsdp", 4, "lm"), plan("fsdp_cp", 4, "lm")
     assert (long["strategy"], long["micro_batch"], long["tokens"]) == ("fsdp_cp4", 1, short["tokens"])
@@ -154,9 +155,7 @@ def test_the_8b_of_a_table(text: str) -> None:
     ("yaml", "processes"),
     [("ddp", 2), ("fsdp", 2), slow("fsdp", 4), slow("fsdp_grad_op", 2), slow("fsdp_offload", 2), slow("hsdp", 4)],
 )
-def test_a_run_on_cpus_holds_what_the_plan_says(
-    launch: Launch, tmp_path: Path, plan: Callable[..., Any], yaml: str, processes: int
-) -> None:
+def test_a_run_holds_what_the_plan_says(launch: Launch, tmp_path: Path, plan: Plan, yaml: str, processes: int) -> None:
     """Parameters, gradients and, but for offload, optimizer state of its first process, within 1%."""
     sizes = tmp_path / "sizes.json"
     launch(yaml, *DIGITS, "--max_steps=1", processes=processes, before=TELL, SIZES=str(sizes)).succeeded()
@@ -167,9 +166,7 @@ def test_a_run_on_cpus_holds_what_the_plan_says(
 
 @needs_null_gpu
 @pytest.mark.parametrize(("yaml", "processes"), [("ddp", 2), slow("fsdp", 2), slow("hsdp", 4)])
-def test_a_process_sends_the_bytes_that_a_run_on_cpus_sends(
-    launch: Launch, tmp_path: Path, plan: Callable[..., Any], yaml: str, processes: int
-) -> None:
+def test_processes_send_what_a_run_sends(launch: Launch, tmp_path: Path, plan: Plan, yaml: str, processes: int) -> None:
     arguments = [*DIGITS, f"--output_dir={tmp_path}/run"]
     run = launch(yaml, *arguments, script="tests/planning.py", processes=processes).succeeded()
     (sent,) = re.findall(r"([\d.]+) MB sent", run.stdout)
@@ -179,7 +176,7 @@ def test_a_process_sends_the_bytes_that_a_run_on_cpus_sends(
 
 
 @needs_null_gpu
-def test_what_a_plan_says_of_the_data(plan: Callable[..., Any]) -> None:
+def test_what_a_plan_says_of_the_data(plan: Plan) -> None:
     """That reading is slow, that a batch doesn't divide, and of a step of 2,048 digits that there are 1,438."""
     note = "reading the data takes 21 s for each line below: plan with a sample of it"
     assert (plan("single_gpu", 1)["notes"], plan("ddp", 2)["notes"]) == ([], [note])

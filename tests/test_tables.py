@@ -21,6 +21,7 @@ from src.tasks.base import PICTURE, ContextParallel, TaskState
 from src.tasks.mnist import Mnist, bundled_digits
 from src.tasks.tables import label_tables
 from src.tasks.task_checks import MUST_RETURN, require_right, require_sum
+from tests.faults.runs import evaluations
 from tests.launching import PROJECT, Whole
 from train import run_settings
 
@@ -74,9 +75,7 @@ def test_a_picture_is_the_image_itself() -> None:
 
 def test_a_run_records_them_at_each_evaluation_alike_on_any_number_of_processes(whole: Whole) -> None:
     """Tried with the first process's outputs alone: 180 examples on two. They stay below 30 KB."""
-    alone, several = (
-        [record for record in whole(yaml, *SHORT).records if "eval/loss" in record] for yaml in ("cpu", "ddp")
-    )
+    alone, several = (evaluations(whole(yaml, *SHORT)) for yaml in ("cpu", "ddp"))
     for one, two in zip(alone, several, strict=True):
         assert len(json.dumps(one)) < 30_000
         assert sum(row["examples"] for row in one["eval/classes"]) == 359

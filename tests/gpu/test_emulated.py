@@ -49,9 +49,7 @@ def test_a_run_has_the_cpus_losses_resumes_and_exports(gpu: Launch, whole: Whole
         *((yaml, "llama") for yaml in ("single_gpu", "fsdp")),
     ],
 )
-def test_so_has_one_of_a_language_model(
-    gpu: Launch, whole: Whole, text: dict[str, tuple[str, ...]], tmp_path: Path, yaml: str, kind: str
-) -> None:
+def test_so_has_a_language_model(gpu: Launch, whole: Whole, text: Any, tmp_path: Path, yaml: str, kind: str) -> None:
     require_the_cpus_run(gpu, whole, tmp_path / "run", yaml, *text[kind])
 
 

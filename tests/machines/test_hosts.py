@@ -58,9 +58,8 @@ def test_a_host_with_other_settings_is_refused_by_all_in_the_same_words(tmp_path
         runs = [hosts.launch(1, "multi_node_ddp", folder), hosts.launch(2, "multi_node_ddp", folder, *others)]
         for run in [started.result() for started in runs]:
             assert run.exit_code == 1, run.stderr
-            assert run.messages == [
-                "train.py: machine 1 (host2) has optim.lr 0.1; machine 0 (host1) has optim.lr 0.003"
-            ]
+            says = "train.py: machine 1 (host2) has optim.lr 0.1; machine 0 (host1) has optim.lr 0.003"
+            assert run.messages == [says]
             assert "exitcode  : 2" in run.stderr
             assert 'train.py", line' not in run.stderr, "a traceback"
     assert not folder.exists()
