@@ -199,11 +199,8 @@ def launched(config: str | Path, *arguments: str, folder: Path, **more: Any) -> 
 
 
 class Started:
-    """A run in the background, on warm ranks or by the real launcher; as a context manager it leaves nothing behind.
-
-    The arguments are those of the fixture `launch`; `words` are what is to follow `accelerate launch` in place of them,
-    and `within` what is to come before it.
-    """
+    """A run in the background, on warm ranks or by the real launcher; as a context manager it leaves nothing behind. Of
+    `launch`'s arguments, `words` are to follow `accelerate launch` in place of others, `within` is to come before."""
 
     def __init__(
         self,

@@ -49,8 +49,7 @@ def test_what_each_process_gets_of_a_yaml(tmp_path: Path, code: str, says: str, 
 
 
 def test_the_mesh_of_context_parallelism(tmp_path: Path) -> None:
-    """src/distributed/accelerator.py: its names, by which FSDP shards over both; and hooks that drop each mask of
-    attention, also outside of Accelerate's own context: why `prepare` hides cp_size from it."""
+    """src/distributed/accelerator.py: its names, and hooks that drop masks: why `prepare` hides cp_size from it."""
     code = """
 import os, torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState

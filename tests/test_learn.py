@@ -22,9 +22,8 @@ for layer in (torch.nn.Linear, torch.nn.modules.conv._ConvNd):
                 parameter.mul_(1 {sign} 10 * torch.finfo(torch.float32).eps)
     layer.reset_parameters = drawn_and_nudged
 """
-"""Before a script of the course: makes each weight at the start 10 to 20 units in its last place larger or smaller.
-That moves a printed number by 30 times what another order of sums does, and by a third of what would
-change its digits."""
+"""Makes each weight at the start 10 to 20 units in its last place larger or smaller: 30 times what another order of
+sums does to a printed number, and a third of what would change its digits."""
 LARGER, SMALLER = (NUDGE.format(sign=sign) for sign in "+-")
 
 

@@ -194,16 +194,14 @@ def test_it_is_a_repository_of_its_own_with_its_name_everywhere(made: tuple[Path
 @pytest.mark.slow
 @pytest.mark.parametrize("made", PROJECTS[:2], indirect=True)
 def test_make_train_and_make_test_pass_in_it(made: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its tests, those in no folder: text and check are this project's own, and faults need a quiet machine. In a
-    project with all rooms they are almost this one's."""
+    """Of its tests, those in no folder: text and check are this project's own, and faults need a quiet machine."""
     monkeypatch.setattr("tests.launching.SECONDS", 3600)
     make(made[0], "train", "ARGS=--max_steps=20")
     make(made[0], "test", "ARGS=-n0 -p no:cacheprovider tests/test_*.py")
 
 
 def test_all_mistakes_are_told_at_once_and_nothing_is_overwritten(tmp_path: Path) -> None:
-    """Tried without each of the checks: its message is missing, or there is a traceback; or a project inside this
-    one."""
+    """Tried without each of the checks: its message is missing, or there is a traceback."""
     mine, inside = tmp_path / "mine", PROJECT / "runs/my-project"
     mine.mkdir()
     (mine / "file").touch()

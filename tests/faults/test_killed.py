@@ -26,9 +26,8 @@ OFTEN = ("--global_batch_size=16", "--max_steps=500", "--log_every=1", "--save_e
 @pytest.mark.slow
 @pytest.mark.parametrize(("yaml", "processes"), [("cpu", 1), ("fsdp", 2)])
 def test_killed_25_times_at_any_moment(launch: Launch, tmp_path: Path, yaml: str, processes: int) -> None:
-    """In turn at any moment of the start, soon after a step, and when a save has just begun. Tried without: the rename
-    (a half-written folder is taken for a checkpoint), the manifest's checksums and sizes, truncating the record (steps
-    come twice), deleting what a kill left unfinished (the next save at that step fails)."""
+    """In turn at any moment of the start, soon after a step, and when a save has just begun. Tried without: the rename,
+    checksums and sizes, truncating the record, deleting what a kill left unfinished (the next save fails)."""
     folder, draw = tmp_path / "run", random.Random(0)
     in_saves = 0
     for kill in range(KILLS):
@@ -90,10 +89,8 @@ SLOW_FAULTS = {
 
 @pytest.mark.parametrize("name", [*FAULTS, *map(slow, SLOW_FAULTS)])
 def test_whatever_kills_a_run_it_resumes_exactly(launch: Launch, whole: Whole, tmp_path: Path, name: str) -> None:
-    """With dropout and processes that load data. Tried without: PR_SET_PDEATHSIG (the loaders hold it for 5 seconds
-    more); restoring the random numbers and the optimizer, cutting the epoch's order and the record off; with writing
-    under the final name (taken for a checkpoint); without `unpublished` (passed over as damaged); without `sweep`, and
-    with it only where a checkpoint was found: a folder stays, or the next checkpoint has a shard too many."""
+    """With dropout and processes that load data. Tried without: PR_SET_PDEATHSIG (5 seconds more), restoring the random
+    numbers and the optimizer, cutting the order and the record off, `unpublished`, `sweep` (a shard too many)."""
     fault, folder = (FAULTS | SLOW_FAULTS)[name], tmp_path / "run"
     planted: dict[str, Any] = {"FAULT": fault.kind, "FAULT_STEP": str(fault.step), "FAULT_RANK": str(fault.rank)}
     with Started(fault.yaml, *TINY, *WORKER, folder=folder, real=fault.real, **planted) as started:

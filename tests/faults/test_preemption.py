@@ -41,8 +41,7 @@ def assert_preempted(run: Run, at_least: int = 5) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_signal_to_the_launcher(tmp_path: Path, yaml: str, number: signal.Signals, real: bool) -> None:
-    """Tried without: the handlers (nothing is saved), looking after the launcher (processes train on), and
-    ignore_signals_in_worker (the loaders die first)."""
+    """Tried without: handlers, looking after the launcher (they train on), ignore_signals_in_worker (loaders die)."""
     with Started(yaml, *LONG, folder=tmp_path / "run", real=real) as started:
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
 

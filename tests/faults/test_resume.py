@@ -87,9 +87,8 @@ TABLE += (  # room: text+examples
 def test_each_task_goes_on_to_the_last_bit(
     launch: Launch, whole: Whole, shared: Path, tmp_path: Path, name: str, yaml: str, processes: int
 ) -> None:
-    """With dropout, accumulation and packing, into the second epoch. Tried without: restoring the random numbers, the
-    optimizer and what was summed up since the last record; cutting the epoch's order and the record off; `step >
-    progress.evaluated` (the evaluation before the save comes twice); the remainder of the largest seed."""
+    """With dropout, accumulation and packing, into the second epoch. Tried without: restoring random numbers, optimizer
+    and sums, cutting order and record off, `step > progress.evaluated`, the remainder of the largest seed."""
     task = ALL_TASKS[name].ready(shared)
     expected = task.run(whole, yaml)
     run = task.run(launch, yaml, folder=cut_back(expected, tmp_path / "run", task.saved)).succeeded()
