@@ -54,9 +54,11 @@ def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:
     assert tool(run.folder, f"--output={output}").stderr.startswith(f"evaluate: {output}: already exists; ")
 
 
-def test_what_is_no_model_is_one_line(tool: Tool, tmp_path: Path) -> None:
+def test_what_is_no_model_or_checkpoint_is_one_line(tool: Tool, checkpoints: Tool, tmp_path: Path) -> None:
     says = "neither a run's output folder, nor a model, nor a checkpoint"
     assert tool(tmp_path / "nothing").stderr == f"evaluate: {tmp_path}/nothing: {says}\n"
+    says = "checkpoint: nowhere: neither a checkpoint nor a folder with checkpoints\n"
+    assert checkpoints("list", "nowhere").stderr == says
 
 
 @pytest.fixture
@@ -103,8 +105,3 @@ def test_export_is_what_the_run_exported(checkpoints: Tool, copied: Run, tmp_pat
     checkpoints("export", copied.folder / "checkpoints/step_00000012", f"--output={tmp_path}/older").succeeded()
     older = tmp_path / "older/model.safetensors"
     assert older.read_bytes() != (folder / older.name).read_bytes()
-
-
-def test_what_is_no_checkpoint_is_one_line(checkpoints: Tool) -> None:
-    says = "checkpoint: nowhere: neither a checkpoint nor a folder with checkpoints\n"
-    assert checkpoints("list", "nowhere").stderr == says

@@ -182,10 +182,5 @@ def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setattr("wandb.Api", Mock(side_effect=ValueError("Unable to fetch\nan artifact")))
     assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}Unable to fetch an artifact"]
-
-
-def test_nothing_is_downloaded_beside_other_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
-    monkeypatch.setattr("wandb.login", None)
-    with pytest.raises(SystemExit):
-        run_settings([*FROM_ARTIFACT, "--help"])
+    monkeypatch.setattr("wandb.login", None)  # not called beside other mistakes
     assert mistakes(*FROM_ARTIFACT, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]
