@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
+from src.checkpoint.files import parent_checkpoint
 from src.config.aliases import OURS, THEIRS, THEIRS_OF_TEXT
 from src.config.config import _config_class
 from src.config.settings import setting_fields, write_yaml
@@ -179,6 +180,14 @@ def test_variables_of_wandb_that_cannot_be_are_named(monkeypatch: pytest.MonkeyP
         "WANDB_SWEEP_ID=x is set in the environment, without WANDB_RUN_ID: unset it",
         "WANDB_MODE=ofline is set in the environment: must be online, offline or disabled",
     ]
+
+
+def test_a_spoilt_status_or_config_yaml_is_no_traceback() -> None:
+    Path("runs/mnist/checkpoints/step_00000008").mkdir(parents=True)
+    for data in (b"\xff\xfe", b"null", b"resume: [a]", b"- a", b"a: &a {b: *a}", b'{"checkpoint": null}'):
+        Path("runs/mnist/status.json").write_bytes(data)
+        Path("runs/mnist/config.yaml").write_bytes(data)
+        assert parent_checkpoint(run_settings([])) in (None, Path("['a']"))
 
 
 def test_each_trial_of_a_sweep_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb

@@ -174,6 +174,7 @@ def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
         ({"max_steps": 1000}, {"max_steps": 950}, True),  # an epoch has 90 steps, so 10 of them 900
         ({"max_steps": 200}, {"max_steps": 100}, False),
         ({"max_steps": None}, {"max_steps": 901}, False),
+        ({"max_steps": 901}, {"max_steps": None}, True),
         ({"epochs": 10, "max_steps": 100}, {"epochs": 9, "max_steps": 100}, True),
     ):
         before = config_from(origin.settings | then, TASKS)
