@@ -15,7 +15,7 @@ from pathlib import Path
 
 FILES = {
     "check": "src/check tests/check tests/text/test_check.py tests/text/split_faults.py docs/check.md",
-    "cpu": "src/distributed/cpu.py tests/test_cpu.py",
+    "cpu": "src/distributed/cpu.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu*.py .github/ISSUE_TEMPLATE/gpu.yml",
     "machines": "src/distributed/machines.py src/checkpoint/mirror.py launchers tests/machines tests/test_mirror.py"
     " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md docs/slurm.md docs/kubernetes.md",
@@ -24,30 +24,27 @@ FILES = {
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
     "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
-    "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py tests/test_wandb_sweep.py docs/sweeps.md",
+    "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py docs/sweeps.md",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics"
     " examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_text.py src/tools/generate.py"
     " docs/transformers.md docs/after-training.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
-    " src/checkpoint/load.py"
-    " tests/test_checkpoint_tool.py tests/test_evaluate.py tests/text/test_tools.py",
-    "trackers": "src/tracking/accelerate_trackers.py tests/test_trackers.py",
-    "wandb": "src/tracking/wandb.py src/config/wandb.py tests/test_wandb_logger.py tests/test_wandb_settings.py"
-    " tests/test_wandb_sweep.py",
+    " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",
+    "trackers": "src/tracking/accelerate_trackers.py",
+    "wandb": "src/tracking/wandb.py src/config/wandb.py",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/test_benchmark.py",
     "course": "docs/learn tests/test_learn.py",
     "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml docs/examples.md"
     " tests/test_examples.py tests/text/test_examples.py",
-    "template": "scripts/new* scripts/stub* tests/test_new_project.py tests/test_rooms.py .ci CITATION.cff"
-    " docs/run.svg uv.lock",
+    "template": "scripts/new* scripts/stub* tests/test_rooms.py .ci CITATION.cff docs/run.svg uv.lock",
 }
 """The files and folders of each room."""
 SHARED = {
     "null_gpu": {"gpu", "plan"},
     "src/tracking/guard.py": {"wandb", "trackers"},
-    "tests/test_guarded.py": {"wandb", "trackers"},
+    "tests/test_trackers.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},
     "scripts/rooms.py": {*FILES},
     "docs/make-it-yours.md": {*FILES},

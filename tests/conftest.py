@@ -1,5 +1,4 @@
-"""What the tests share: `launch`, which runs train.py, `whole`, which gives them uninterrupted runs, and `rounding`,
-which says how far apart two of these may be."""
+"""What tests share: `launch` runs train.py, `whole` has uninterrupted runs, `rounding` how far apart they may be."""
 
 import hashlib
 import json
@@ -99,18 +98,14 @@ def whole(launch: Launch, shared: Path) -> Callable[..., Run]:
 def rounding(whole: Whole) -> Callable[..., float]:
     """rounding("cpu", "--max_steps=30"): how far apart, relatively, two such runs may be that sum in different orders.
 
-    Rounding alone is 1e-7. What training makes of it depends on the learning rate, the number of steps and the
-    processor, so it is measured: the largest change of `name` in this run, `whole`, when each weight starts one ulp
-    larger, times 10. (Another order of sums is not this change, and the largest of two dozen differences varies: over
-    six such changes in other directions by a factor of six, for Muon, whose bf16 turns any change into noise.) Where
-    nothing grows, 1e-5 is what docs/promises.md promises. The arguments are those of `whole`.
+    What training makes of rounding, 1e-7, is measured: the largest change of `name` in this run, `whole`, when each
+    weight starts one ulp larger, times 10, as other changes make up to six times as much. Where nothing grows, 1e-5 is
+    what docs/promises.md promises. The arguments are those of `whole`.
     """
 
     def bound(yaml: str, *arguments: str, name: str = "train/loss", **more: Any) -> float:
-        curves = [
-            [record[name] for record in whole(yaml, *arguments, before=before, **more).records if name in record]
-            for before in ("", ONE_ULP)
-        ]
+        runs = [whole(yaml, *arguments, before=before, **more) for before in ("", ONE_ULP)]
+        curves = [[record[name] for record in run.records if name in record] for run in runs]
         drift = max(abs(nudged / number - 1) for number, nudged in zip(*curves, strict=True))
         assert drift < 1e-3, "chaotic, so a comparison tells nothing: take fewer steps or a lower rate"
         return max(1e-5, 10 * drift)

@@ -3,7 +3,7 @@
 XDIST := -n logical --maxprocesses=4 --dist=worksteal
 # What an emulated GPU can't do, NCCL's time-outs, and faults that are none where there are GPUs.
 CANNOT := --deselect tests/faults/test_killed.py::test_a_process_that_hangs_ends_the_run_by_timeout_minutes \
-	--deselect tests/check/test_faults.py::test_another_strategy_than_was_asked_for_ends_the_run
+	--deselect tests/check/test_check.py::test_another_strategy_than_was_asked_for_ends_the_run
 # Of both tables, the rows of tasks that tests/gpu trains under every yaml, or that need kernels of their own.
 CANNOT += $(foreach task,lm experts new classifier pictures table pairs,\
 	--deselect 'tests/test_parity.py::test_each_task_has_the_curve_and_the_metrics_of_one_process[$(task)' \

@@ -22,9 +22,7 @@ from src.distributed.process import exit_codes
 from train import run_settings
 
 PROJECT = Path(__file__).parent.parent
-SHARED = next(
-    (folder for parent in PROJECT.parents if (folder := parent / "shared").is_dir()), PROJECT.parent / "shared"
-)
+SHARED = next((parent / "shared" for parent in PROJECT.parents if (parent / "shared").is_dir()), Path("shared"))
 MNIST = SHARED / "data" / "mnist"
 BIN = Path(sys.executable).parent
 FAULTY = "tests/faults/inject.py"
@@ -58,27 +56,23 @@ def needs(path: str) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run of train.py."""
+    """A finished run of train.py; on warm ranks, the exit code is that of the process that failed first."""
 
     exit_code: int
-    """The launcher's; of a run on warm ranks, that of the process that failed first."""
     stdout: str
     stderr: str
     folder: Path
 
     @property
     def messages(self) -> list[str]:
-        """What train.py told a user who erred."""
         return [line for line in self.stderr.splitlines() if line.startswith("train.py: ")]
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """metrics.jsonl."""
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @property
     def losses(self) -> list[float]:
-        """The training losses, in the order of their steps."""
         return [record["train/loss"] for record in self.records if "train/loss" in record]
 
     @property
@@ -205,11 +199,8 @@ def launched(config: str | Path, *arguments: str, folder: Path, **more: Any) -> 
 
 
 class Started:
-    """A run in the background, on warm ranks or by the real launcher; as a context manager it leaves nothing behind.
-
-    The arguments are those of the fixture `launch`; `words` are what is to follow `accelerate launch` in place of them,
-    and `within` what is to come before it.
-    """
+    """A run in the background, on warm ranks or by the real launcher; as a context manager it leaves nothing behind. Of
+    `launch`'s arguments, `words` are to follow `accelerate launch` in place of others, `within` is to come before."""
 
     def __init__(
         self,
@@ -292,7 +283,6 @@ class Started:
         return self
 
     def wait_for(self, text: str) -> "Started":
-        """Until it has printed `text`."""
         return self.wait_until(lambda: text in self.output)
 
     def wait_for_handlers(self, number: signal.Signals, processes: int = 1) -> list[psutil.Process]:
@@ -346,7 +336,6 @@ class Started:
 
 
 def hear_signals() -> None:
-    """Take the actions of signals back to their defaults: children inherit that pytest ignores SIGINT in the background
-    of a shell, and SIGHUP under nohup."""
+    """Take back what children inherit: pytest ignores SIGINT in the background of a shell, and SIGHUP under nohup."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

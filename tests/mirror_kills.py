@@ -1,7 +1,4 @@
-"""Copies a checkpoint to a mirror, is killed before and in the middle of each of its files, and looks what is found.
-
-tests/test_mirror.py starts it: mirror_kills.py FOLDER STATE_OF_A_CHECKPOINT
-"""
+"""Copies a checkpoint to a mirror, and is killed before and in the middle of each file: `… FOLDER STATE_FILE`."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""Setups of src.tools.plan, measured in a process that takes the null GPU for an H100, as the tool itself does.
-
-`measured` starts it once for all setups of a test.
-"""
+"""Setups of src.tools.plan, measured together in a process that takes the null GPU for an H100, as the tool does."""
 
 import json
 import subprocess
@@ -42,15 +39,8 @@ def setup(yaml: str, gpus: int, arguments: Iterable[str], cp_size: int = 1) -> S
 def measured(*setups: Setup, program: str = "from tests.planning import main; main()") -> list[dict[str, Any]]:
     """What `explore` finds out about each, as JSON; by a program that has something else happen on the way."""
     content = json.dumps([asdict(setup) | {"gpu": setup.gpu.model_dump()} for setup in setups])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        input=content,
-        cwd=PROJECT,
-        env=clean_environment(**environment_for(H100)),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    how: dict[str, Any] = {"cwd": PROJECT, "env": clean_environment(**environment_for(H100)), "timeout": SECONDS}
+    done = subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, text=True, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

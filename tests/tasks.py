@@ -1,7 +1,4 @@
-"""The tasks that the tables of test_parity.py and faults/test_resume.py train in short runs, and how a table is read.
-
-A task of some room's is in that room's tests: text/tasks.py, test_examples.py, text/test_examples.py.
-"""
+"""The tasks that the tables of test_parity.py and faults/test_resume.py train, and how such a table is read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -56,10 +53,8 @@ class Short:
 
 
 def cells(*lines: str) -> list[Any]:
-    """The parameters (task, yaml, processes) of each cell that is no "-"; "slow" ones are left out of `make test`.
-
-    The first line has strategies, "fsdp" or "fsdp-4", the others have the name of a task before their cells.
-    """
+    """The parameters (task, yaml, processes) of each cell that is no "-"; `make test` leaves out "slow" ones. Above are
+    strategies, "fsdp" or "fsdp-4"; before the cells are the names of tasks."""
     columns, found = lines[0].split(), []
     for line in lines[1:]:
         words = line.split()

@@ -3,12 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from src.tasks.task_checks import MUST_RETURN
 from tests.launching import PROJECT, Launch, Rounding, Whole, needs
-from tests.test_tables import MUST_RETURN
 
 TASK = '''
 """Learn the mean of a ragged number of values: most examples count for several, some for none."""
@@ -33,7 +34,6 @@ class Block(nn.Module):
 
 class Sign(Task):
     name: Literal["sign"] = "sign"
-    """The task."""
     width: int = 16
     """Of each layer."""
 
@@ -123,10 +123,7 @@ def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: La
 
 
 @needs("src/tools/evaluate.py")
-def test_it_is_evaluated_outside_of_its_run_without_a_line_more(
-    launch: Launch, whole: Whole, project: Path, tmp_path: Path
-) -> None:
-    """From a checkpoint of FSDP."""
+def test_it_is_evaluated_outside_of_its_run(launch: Launch, whole: Whole, project: Path, tmp_path: Path) -> None:
     (project / "evaluate_it.py").write_text("import sys\nfrom src.tools.evaluate import main\nmain(sys.argv[1:])\n")
     run, table = whole("fsdp", *ARGUMENTS, project=project, processes=2), tmp_path / "predictions.parquet"
     words = (f"{run.folder}/checkpoints/step_00000052", f"--output={table}")
@@ -143,10 +140,7 @@ def test_it_is_evaluated_outside_of_its_run_without_a_line_more(
         pytest.param("cpu", "0.5", ("--check",), marks=needs("src/check")),
     ],
 )
-def test_it_takes_a_run_one_line_to_say_so(
-    launch: Launch, project: Path, yaml: str, returns: str, arguments: tuple[str, ...]
-) -> None:
-    """In its first step and in its examination."""
+def test_one_line_says_so(launch: Launch, project: Path, yaml: str, returns: str, arguments: Any) -> None:
     before = f"from torch import nn\nfrom src.tasks.sign import Sign\nSign.loss = lambda self, model, batch: {returns}"
     run = launch(yaml, *ARGUMENTS, "--epochs=1", *arguments, project=project, before=before)
     assert run.exit_code == 2

@@ -10,10 +10,7 @@ from benchmarks.runs import write_images
 from src.tasks.mnist import MnistCnn
 
 
-def test_the_mnist_peer_is_the_same_model_and_prints_what_its_turns_end_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Trained on random images: two epochs of eleven steps."""
+def test_the_mnist_peer_is_the_same_model_and_ends_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = [sorted(tuple(p.shape) for p in m.parameters()) for m in (mnist_peer.build_model(), MnistCnn())]
     assert shapes[0] == shapes[1]
     write_images(tmp_path, 11 * mnist_peer.BATCH)

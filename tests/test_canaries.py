@@ -1,7 +1,4 @@
-"""What this project relies on, or protects from, in the libraries.
-
-A canary that fails says that a library changed: look at the code it names before changing the canary.
-"""
+"""What this project relies on, or protects from, in libraries: if one fails, look at the code it names first."""
 
 import sys
 from pathlib import Path
@@ -32,7 +29,6 @@ def run_script(folder: Path, code: str, config: str | Path = "cpu", **variables:
 
 
 def launched(folder: Path, code: str, **config: object) -> Run:
-    """Runs `code` under an accelerate yaml, without this project."""
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", **config}))
     return run_script(folder, SAY + code + LEAVE, file)
@@ -53,8 +49,7 @@ def test_what_each_process_gets_of_a_yaml(tmp_path: Path, code: str, says: str, 
 
 
 def test_the_mesh_of_context_parallelism(tmp_path: Path) -> None:
-    """src/distributed/accelerator.py: its names, by which FSDP shards over both; and hooks that drop each mask of
-    attention, also outside of Accelerate's own context: why `prepare` hides cp_size from it."""
+    """src/distributed/accelerator.py: its names, and hooks that drop masks: why `prepare` hides cp_size from it."""
     code = """
 import os, torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
@@ -121,8 +116,7 @@ torch.set_num_threads(2){count}build_accelerator(run_settings([])){count}
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
-    """Nor anything that only an evaluation, a checkpoint or a download needs. Tried with torchvision's readers of
-    MNIST's files."""
+    """Nor what only an evaluation, a checkpoint or a download needs. Tried with torchvision's readers of MNIST."""
     code = f"""
 import sys, train, src.training.batches
 def stop(*_): print(*sys.modules, sep=chr(10)); sys.exit(7)

@@ -1,6 +1,7 @@
-"""python -m src.tools.evaluate: metrics, predictions, and a task of one's own."""
+"""python -m src.tools.evaluate: metrics, predictions; src.tools.checkpoints: what there is, whether it is whole."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from src.tasks.mnist import bundled_digits
+from src.tools.checkpoints import main as checkpoints_main
 from src.tools.evaluate import main
 from tests.faults.runs import ALL
-from tests.launching import Run, Tool, Whole
+from tests.launching import Launch, Run, Tool, Whole
 
 
 @pytest.fixture
@@ -52,15 +54,54 @@ def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:
     assert tool(run.folder, f"--output={output}").stderr.startswith(f"evaluate: {output}: already exists; ")
 
 
-def test_what_the_run_alone_needs_need_not_be_there(tool: Tool, run: Run, tmp_path: Path) -> None:
-    """Such as the Hub's credentials. Tried with checking all settings again: it asks for them."""
-    shutil.copytree(run.folder / "model", tmp_path / "model")
-    settings = (run.folder / "config.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(settings.replace("push_to_hub: null", "push_to_hub: me/mine"))
-    evaluated = tool(tmp_path, "--task.label_smoothing=0").succeeded()
-    assert json.loads(evaluated.stdout)["eval/examples"] == 359
-
-
-def test_what_is_no_model_is_one_line(tool: Tool, tmp_path: Path) -> None:
+def test_what_is_no_model_or_checkpoint_is_one_line(tool: Tool, checkpoints: Tool, tmp_path: Path) -> None:
     says = "neither a run's output folder, nor a model, nor a checkpoint"
     assert tool(tmp_path / "nothing").stderr == f"evaluate: {tmp_path}/nothing: {says}\n"
+    says = "checkpoint: nowhere: neither a checkpoint nor a folder with checkpoints\n"
+    assert checkpoints("list", "nowhere").stderr == says
+
+
+@pytest.fixture
+def checkpoints(capsys: pytest.CaptureFixture[str]) -> Tool:
+    return Tool("checkpoint", checkpoints_main, capsys)
+
+
+@pytest.fixture
+def copied(whole: Whole, tmp_path: Path) -> Run:
+    """With checkpoints of steps 4, 8, 12 and 14, and one's random numbers lost."""
+    folder = Path(shutil.copytree(whole("ddp", *ALL).folder, tmp_path / "run"))
+    (folder / "checkpoints/step_00000004/rng_00002.json").unlink()
+    return Run(0, "", "", folder)
+
+
+def test_list_of_checkpoints(launch: Launch, copied: Run) -> None:
+    done = launch("cpu", "list", str(copied.folder), script="src/tools/checkpoints.py").succeeded()
+    assert done.stderr == ""
+    for step, line in zip((14, 12, 8, 4), listed := done.stdout.splitlines(), strict=True):
+        assert re.match(rf"\S*/step_{step:08d} .*14.[45] MB.*ddp x 2", line)
+    assert f"eval/accuracy {copied.summary['eval/accuracy']:.4g}" in listed[0]
+    assert "eval" not in listed[1]
+
+
+def test_verify_of_checkpoints(checkpoints: Tool, copied: Run, tmp_path: Path) -> None:
+    *lines, last = checkpoints("verify", copied.folder).succeeded().stdout.splitlines()
+    assert not re.search("DAMAGED|missing", str(lines))
+    assert last.endswith("rng_00002.json is missing: dropout resumes with other random numbers")
+    copy = shutil.copytree(copied.folder / "checkpoints/step_00000014", tmp_path / "step_00000014")
+    shard = copy / "shard-00002-model-00001-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    assert checkpoints("list", copy).exit_code == 0
+    found = checkpoints("verify", copy)
+    assert (found.exit_code, found.stdout) == (1, f"{copy}  DAMAGED: {shard.name} has changed since it was saved\n")
+
+
+def test_export_is_what_the_run_exported(checkpoints: Tool, copied: Run, tmp_path: Path) -> None:
+    folder = copied.folder / "model_step_00000014"
+    assert checkpoints("export", copied.folder).succeeded().stdout == f"{folder}\n"
+    for name in ("model.safetensors", "README.md"):
+        assert (folder / name).read_bytes() == (copied.folder / "model" / name).read_bytes()
+    again = checkpoints("export", copied.folder)
+    assert (again.exit_code, again.stderr) == (2, f"checkpoint: {folder}: already exists; choose another folder\n")
+    checkpoints("export", copied.folder / "checkpoints/step_00000012", f"--output={tmp_path}/older").succeeded()
+    older = tmp_path / "older/model.safetensors"
+    assert older.read_bytes() != (folder / older.name).read_bytes()

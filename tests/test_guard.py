@@ -1,6 +1,10 @@
 """What the yaml asks for is what runs, or nothing does: one line, exit code 2, no traceback, no file."""
 
+import ast
 import ctypes
+import importlib.metadata
+import subprocess
+import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +14,10 @@ import pytest
 import torch
 import yaml
 
+from src.config.requirements import lacking
 from src.distributed.accelerator import choose_precision
 from src.distributed.launcher import unusable_gpu
-from tests.launching import BIN, PROJECT, QUIET, Launch, Run, run_command, slow
+from tests.launching import BIN, PROJECT, QUIET, Launch, Run, needs, run_command, slow
 
 FSDP = yaml.safe_load((PROJECT / "accelerate_configs/fsdp.yaml").read_text())
 ONE_GPU = "import torch.accelerator as a; a.is_available = lambda: True; a.device_count = lambda: 1"
@@ -47,7 +52,6 @@ def refused(run: Run, code: int = 2) -> str:
 @pytest.mark.parametrize(
     ("config", "arguments", "more", "says"),
     [
-        ("ddp", ["--sed=1"], {"processes": 4}, "--sed=1: unknown setting, did you mean seed?"),
         ("fsdp", [], {"launcher_arguments": ("--parallelism_config_cp_size=2",)}, "--parallelism_config_cp_size: "
          "*/fsdp.yaml has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"),
         ("fsdp", ["--ddp_comm_hook=bf16"], {}, "ddp_comm_hook=bf16 is for DDP, not FSDP: remove it"),
@@ -65,9 +69,7 @@ def refused(run: Run, code: int = 2) -> str:
          "blocks in _no_split_modules*"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
-    launch: Launch, config: str, arguments: list[str], more: dict[str, Any], says: str
-) -> None:
+def test_what_cannot_be_is_refused(launch: Launch, config: str, arguments: list[str], more: Any, says: str) -> None:
     found = refused(launch(config, "--max_steps=1", *arguments, **more))
     assert fnmatchcase(found, says), found
 
@@ -106,10 +108,6 @@ def mesh(**sizes: int) -> dict[str, Any]:
          "number of processes, 2: change one"),
         (mesh(dp_replicate=2), "", "parallelism_config: dp_replicate_size is for HSDP, which also shards: *"),
         (mesh(cp=2), "", "task.name=mnist: has no sequences to split over processes: remove cp_size from the yaml"),
-    ],
-    ids=[
-        "misspelt", "version 1", "blocks", "checkpointing", "compiled", "twice", "without an end", "tensor parallelism",
-        "DeepSpeed's", "another number of processes", "replicas alone", "no sequences",
     ],
 )  # fmt: skip
 def test_a_yaml_that_asks_for_what_cannot_be_is_refused(
@@ -188,14 +186,11 @@ def no_driver(_: str) -> None:
     [
         (no_driver, "13.0", None),
         (driver(13000), "13.2", None),  # minor versions mix
-        (driver(13020), "12.8", None),
         (driver(12080), "13.0", "supports CUDA 12.8, but this torch * needs 13.0: update the driver, or *"),
         (driver(12080), None, "supports CUDA 12.8, but this torch * is built without CUDA: install one *"),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, load: Any, cuda: str | None, says: str | None
-) -> None:
+def test_a_gpu_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, load: Any, cuda: str | None, says: str | None) -> None:
     """Tried without it: a night on the CPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(ctypes, "CDLL", load)
@@ -204,3 +199,64 @@ def test_a_gpu_that_torch_cannot_use_ends_the_run(
     assert found is None if says is None else found and fnmatchcase(found, f"the driver of the NVIDIA GPU {says}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
     assert unusable_gpu() is None
+
+
+REAL = importlib.metadata.version
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    """Let these libraries be of these versions; None: not installed."""
+
+    def version(name: str) -> str:
+        found = versions.get(name, REAL(name))
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_an_environment_that_is_half_there_is_one_line_before_anything_is_imported() -> None:
+    """An interpreter without any library. Tried without the look: a traceback."""
+    assert lacking() == []
+    ended = subprocess.run([sys.executable, "-S", "train.py"], cwd=PROJECT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("not installed: torch, torchvision, accelerate, datasets, ")
+    assert line.endswith(f"{sys.executable} -m pip install -e '{PROJECT}'")
+
+
+@pytest.mark.parametrize(
+    ("versions", "says"),
+    [
+        ({"evaluate": None, "tqdm": None}, "not installed: evaluate, tqdm: "),
+        ({"torch": "2.10.0+cu128"}, "torch 2.10.0+cu128 is installed, and torch>=2.11 is needed: "),
+        ({"torch": "2.11.0a0"}, "torch 2.11.0a0 is installed, and torch>=2.11 is needed: "),
+        # NVIDIA's images have pre-releases; tried without `prereleases`: refused
+        ({"torch": "2.12.0a0+0123456.nv26.06"}, None),
+    ],
+)
+def test_what_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch, versions: Any, says: str | None) -> None:
+    install(monkeypatch, **versions)
+    found = lacking()
+    assert len(found) == bool(says)
+    assert not says or found[0].startswith(says)
+
+
+@needs("src/tasks/text")
+@pytest.mark.parametrize("version", ["5.16.1", "6.0.0"])
+def test_so_is_a_transformers_that_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    install(monkeypatch, transformers=version)
+    assert lacking() == []  # what has nothing to do with texts goes on
+    (line,) = lacking("text")
+    assert line.startswith(f"transformers {version} is installed, and transformers<6,>=5.17 is needed: ")
+    assert line.endswith(f"pip install -e '{PROJECT}[text]'")
+
+
+def test_an_older_python_can_read_the_line_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its grammar. train.py imports src/__init__.py first, and that one this."""
+    for file in ("train.py", "src/__init__.py", "src/config/requirements.py"):
+        ast.parse((PROJECT / file).read_text(), feature_version=(3, 8))
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4))
+    (line,) = lacking()
+    assert line.startswith("Python 3.11 or newer is needed, and this is ")

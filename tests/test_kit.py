@@ -51,8 +51,7 @@ def test_files_and_tests_that_the_guides_name_exist() -> None:  # room: template
 
 
 def test_each_promise_names_tests_that_exist() -> None:  # room: template
-    """In the files that its row links to, and the rows of their tables. Tried with a test renamed, with one in another
-    file, and with a row renamed."""
+    """In the files that its row links to. Tried with a test renamed, one in another file, and a row renamed."""
     every = [str(path) for path in PROJECT.glob("tests/**/test_*.py")]
     for cell in find(r"\|([^|]*)\|$", "docs/promises.md"):
         files = re.findall(r"\]\(\.\./(tests/[^)]+\.py)\)", cell) or every

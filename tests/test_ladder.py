@@ -1,5 +1,4 @@
-"""The house in src: eight folders and the list of parts above them, one ladder. A file imports from lower floors or its
-own folder, at its top."""
+"""The house in src: a file imports from lower floors or its own folder, at its top."""
 
 import ast
 from collections.abc import Iterator
@@ -25,9 +24,7 @@ def arrows(file: Path) -> Iterator[tuple[str, bool]]:
 
 
 def test_no_import_leads_up_or_hides_in_a_function() -> None:
-    """And nothing else is beside the eight folders. Tried in src/config/errors.py with each of these, which it finds:
-    `from src.training.score import score`, `import src.tools.sweep`, `from src import tracking`, and an import in a
-    function."""
+    """Tried in src/config/errors.py with `from src.training.score import score`, and with an import in a function."""
     src = PROJECT / "src"
     assert {path.name for path in src.iterdir()} - {"__init__.py", "__pycache__"} <= FLOORS.keys()
     for file in src.rglob("*.py"):
@@ -35,28 +32,3 @@ def test_no_import_leads_up_or_hides_in_a_function() -> None:
         for other, is_at_top in arrows(file):
             assert is_at_top, f"{file} imports inside a function or a condition"
             assert other in ("", folder) or FLOORS[other] < FLOORS[folder], f"{file} imports from {other}, not below it"
-
-
-def calls_without_encoding(file: Path) -> Iterator[str]:
-    """Yield the lines that open a file as text, or read a program's output so, by the machine's own encoding."""
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if not isinstance(node, ast.Call):
-            continue
-        called, given = ast.unparse(node.func), {keyword.arg for keyword in node.keywords}
-        modes = [
-            part.value for part in [*node.args, *(k.value for k in node.keywords)] if isinstance(part, ast.Constant)
-        ]
-        is_open = called == "open" or (
-            called.endswith((".open", ".fdopen")) and called not in ("os.open", "Image.open")
-        )
-        is_text = is_open and not any(mode in ("rb", "wb", "ab", "ab+") for mode in modes)
-        if "encoding" not in given and (is_text or called.endswith((".read_text", ".write_text")) or "text" in given):
-            yield f"{file}:{node.lineno}"
-
-
-def test_what_is_read_and_written_is_utf_8_whatever_the_machine_has() -> None:
-    """Ruff's PLW1514 finds a fifth of what this does: it must know that a value is a Path. Benchmarks and tests are for
-    machines of ours. Tried with `read_text()` in src/tools/sweep.py, and with `text=True` in scripts/rooms.py."""
-    folders = [PROJECT / name for name in ("src", "scripts", "examples", "null_gpu")]
-    files = [PROJECT / "train.py", *(file for folder in folders for file in folder.rglob("*.py"))]
-    assert [line for file in files for line in calls_without_encoding(file)] == []

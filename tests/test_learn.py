@@ -1,7 +1,4 @@
-"""The course in docs/learn: its files print and break as the pages say, and what the pages point at is there.
-
-On every processor: in most runs here all weights start a little larger or smaller (see NUDGE), and print the same.
-"""
+"""The course in docs/learn: its files print and break as the pages say, and what the pages point at is there."""
 
 import re
 from pathlib import Path
@@ -25,9 +22,8 @@ for layer in (torch.nn.Linear, torch.nn.modules.conv._ConvNd):
                 parameter.mul_(1 {sign} 10 * torch.finfo(torch.float32).eps)
     layer.reset_parameters = drawn_and_nudged
 """
-"""Before a script of the course: makes each weight at the start 10 to 20 units in its last place larger or smaller.
-That moves a printed number by 30 times what another order of sums does, and by a third of what would
-change its digits."""
+"""Makes each weight at the start 10 to 20 units in its last place larger or smaller: 30 times what another order of
+sums does to a printed number, and a third of what would change its digits."""
 LARGER, SMALLER = (NUDGE.format(sign=sign) for sign in "+-")
 
 
@@ -46,8 +42,7 @@ def command(lesson: str) -> tuple[str, int]:
 
 
 def check_output(run: Run, said: str) -> None:
-    """Timings may differ, and in which of DDP's buckets a small gradient is, by the processor's kernels: two are taken
-    for one."""
+    """Timings may differ, and in which of DDP's buckets a small gradient is: two are taken for one."""
     two = r"allreduce +([\d,]+) bytes  (.*backward.*)\nallreduce +([\d,]+) bytes  .*backward.*"
 
     def one(found: re.Match[str]) -> str:

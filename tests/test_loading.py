@@ -1,6 +1,5 @@
 """Each example once, in the same order, on any number of processes."""
 
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from src.tasks.base import Counts
-from src.training.batches import CountedSteps, MicroBatch, ShardedBatchSampler, in_background, training_steps
+from src.training.batches import CountedSteps, MicroBatch, ShardedBatchSampler, training_steps
 from src.training.evaluation import gather_in_order
 
 EXAMPLES = 103
@@ -82,29 +81,11 @@ def test_processes_that_load_data_draw_their_own_numbers_in_each_epoch() -> None
     assert len(set(drawn)) == len(drawn) == 16
 
 
-def test_the_next_batch_is_made_while_the_device_works_on_this_one() -> None:
-    """Tried with `yield from items`: the second is never begun. An error is raised where the batch is asked for."""
-    begun = threading.Event()
-
-    def batches() -> Iterator[int]:
-        yield 0
-        begun.set()
-        yield 1 // 0
-
-    items = in_background(batches())
-    assert next(items) == 0
-    assert begun.wait(timeout=60)
-    with pytest.raises(ZeroDivisionError):
-        next(items)
-
-
 def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
-    """A dummy's don't count. Tried with the exchange begun where its sums are needed. A stop is noticed after the step
-    that follows the request: tried with the request of the exchange before, one step later."""
+    """Tried with the exchange begun where its sums are needed; with the stop's request of the exchange before."""
     did = []
 
     def begin(values: Counts) -> Callable[[], Counts]:
-        """As on two processes that have the same data."""
         did.append("begun")
 
         def wait() -> Counts:

@@ -49,7 +49,6 @@ Mirror._fetch = noted
 
 
 def mirrored(mirror: Path | str) -> list[int]:
-    """The steps whose manifest is there."""
     files, root = url_to_fs(str(mirror))
     files.invalidate_cache()
     paths = files.glob(f"{root}/mnist/step_*/manifest.json")
@@ -58,14 +57,12 @@ def mirrored(mirror: Path | str) -> list[int]:
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket, on a server that every process finds."""
     with s3_bucket(monkeypatch):
         yield "s3://bucket/runs"
 
 
 def test_a_run_goes_on_from_another_disk(launch: Launch, whole: Whole, tmp_path: Path, s3: str) -> None:
-    """And exports the best, that of the highest loss here, which only the mirror has. Tried without the mirror's among
-    the candidates for the best: the last is exported."""
+    """And exports the best, which only the mirror has. Tried without the mirror's among the candidates: the last."""
     best = (*TINY, "--checkpoint.keep_last=1", "--checkpoint.export_best=true", "--checkpoint.mode=max")
     mirror = f"--checkpoint.mirror={s3}"
     assert launch("cpu", *best, mirror, folder=tmp_path / "first" / "run", **STOP).exit_code != 0
@@ -127,8 +124,7 @@ def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Who
 
 
 def test_a_mirror_that_hangs_does_not_hold_up_the_loop(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """It gets the newest then, and the first, whose copy began at once and which is kept here meanwhile. Tried with a
-    copy that waits for the one before: the run hangs; with deleting what is being copied: its files are missing."""
+    """Tried with a copy that waits for the one before: it hangs; with deleting what is copied: files are missing."""
     folder, mirror = tmp_path / "run", tmp_path / "mirror"
     arguments = (*TINY, "--save_every=2", "--checkpoint.keep_last=1", f"--checkpoint.mirror={mirror}")
     last = folder / "checkpoints" / "step_00000014" / "manifest.json"
@@ -204,9 +200,7 @@ def test_a_machine_may_take_longer_than_the_timeout_to_copy(launch: Launch, tmp_
 
 
 def test_killed_at_any_moment_of_a_copy(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """The newest whole one is found, and nothing of the others is left once a copy is complete. What is damaged here is
-    taken from the mirror; what is damaged there is passed over. A copy that fails later is a warning. Tried with the
-    manifest first: it counts."""
+    """What mirror_kills.py asserts. Tried with the manifest first: it counts."""
     state = whole("cpu", *ALL).folder / "checkpoints" / "step_00000012" / "state.json"
     run = launch("cpu", str(tmp_path), str(state), script="tests/mirror_kills.py").succeeded()
     (line,) = lines(run, "killed ")

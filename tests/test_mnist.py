@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from torchvision import datasets
 
 from src.config.errors import UserError
-from src.tasks.mnist import Digits, MnistCnn, bundled_digits, mnist
+from src.distributed.cpu import Dropout
+from src.tasks.mnist import MnistCnn, bundled_digits, mnist
 
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 def write_mnist(folder: Path, examples: int = 5) -> None:
-    """Four small but valid IDX files."""
     folder.mkdir(parents=True)
     for name in IDX_FILES:
         shape = (examples, 28, 28) if "images" in name else (examples,)
@@ -56,34 +56,6 @@ def test_the_bundled_digits_are_scikit_learns_and_look_like_mnists() -> None:
     assert (train.images.shape, train.images.max()) == ((1438, 28, 28), 255)
 
 
-def dots(row: int, column: int) -> Digits:
-    """500 black images with one white pixel."""
-    images = torch.zeros(500, 28, 28, dtype=torch.uint8)
-    images[:, row, column] = 255
-    return Digits(images, torch.zeros(500).long())
-
-
-def moved(digits: Digits, rotation: float, shift: int, seed: list[int]) -> Tensor:
-    return digits.moved(rotation, shift, seed).__getitems__(list(range(len(digits))))["images"]
-
-
-def test_each_image_is_shifted_by_whole_pixels_and_turned_by_degrees_as_the_seed_says() -> None:
-    """Up to so many, whatever images it is asked for together with."""
-    rows, columns = moved(dots(14, 14), 0, 2, [0]).nonzero()[:, 1:].T
-    assert set(rows.tolist()) == set(columns.tolist()) == {12, 13, 14, 15, 16}
-    images = moved(dots(4, 14), 20, 0, [0]).double()
-    centers = (images * (torch.arange(28) - 13.5)).sum((1, 2)) / images.sum((1, 2))  # of the white, along the row
-    reach = 9.5 * np.sin(np.radians(20)) + 0.5
-    assert 0.9 * reach < centers.abs().max() < 1.1 * reach
-    assert centers.min() < 0 < centers.max()
-    train, _ = bundled_digits()
-    images = moved(train, 10, 2, [0, 1])
-    parts = [train.moved(10, 2, [0, 1]).__getitems__(part.tolist())["images"] for part in torch.arange(1438).split(7)]
-    assert torch.equal(torch.cat(parts), images)
-    assert not torch.equal(images, moved(train, 10, 2, [0, 2]))
-    assert torch.equal(moved(train, 0, 0, [0]), train.images)
-
-
 def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:
     """Truncated, empty, text or swapped, and labels that do not belong to the images."""
     folder = tmp_path / "MNIST/raw"
@@ -93,8 +65,7 @@ def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:
     assert train.labels.tolist() == [0, 1, 2, 3, 4]
     contents = [(folder / name).read_bytes() for name in IDX_FILES]
     for number, name in enumerate(IDX_FILES):
-        too_few = b"\0\0\x08\x01\0\0\0\x02\1\2"
-        for damaged in (contents[number][:-1], b"", b"<html>", contents[number ^ 1], too_few):
+        for damaged in (contents[number][:-1], b"<html>", contents[number ^ 1], b"\0\0\x08\x01\0\0\0\x02\1\2"):
             (folder / name).write_bytes(damaged)
             with pytest.raises(UserError, match=f"^MNIST could be neither read from {folder} .*--task.data_dir"):
                 mnist(str(tmp_path))
@@ -106,3 +77,25 @@ def test_a_failed_download_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest
     says = "nor downloaded.*--task.data_dir, or use the bundled digits: --task.source=digits"
     with pytest.raises(ValueError, match=says):
         mnist(str(tmp_path))
+
+
+@pytest.mark.parametrize(("p", "dtype"), [(0.25, torch.float32), (0.3, torch.bfloat16)])  # multiples of 1/256, and not
+def test_dropout_has_the_distribution_of_torchs(p: float, dtype: torch.dtype) -> None:  # room: cpu
+    torch.manual_seed(0)
+    ones = torch.ones(1001, dtype=dtype, requires_grad=True)
+    dropout = Dropout(p)
+    outputs = [dropout(ones) for _ in range(400)]
+    sent = torch.stack(outputs).detach().double()
+    assert set(sent.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p), dtype=dtype).item()}
+    kept = (sent != 0).double()
+    sigma = (p * (1 - p)) ** 0.5
+    assert abs(kept.mean() - (1 - p)) < 4 * sigma / kept.numel() ** 0.5
+    for along in (0, 1):  # a unit is not dropped more often than another, nor more of them in one draw
+        variance = kept.mean(along).var() * kept.shape[along] / sigma**2
+        assert abs(variance - 1) < 5 * (2 / kept.shape[1 - along]) ** 0.5
+    for offset in (1, 4, 8):  # neighbours share words of random bits, but no bits
+        pairs = torch.cov(torch.stack([kept[:, :-offset].flatten(), kept[:, offset:].flatten()]))[0, 1]
+        assert abs(pairs) < 4 * sigma**2 / kept.numel() ** 0.5
+    (gradient,) = torch.autograd.grad(outputs[0].sum(), ones)
+    assert torch.equal(gradient, outputs[0].detach())
+    assert torch.equal(dropout.eval()(ones), ones)

@@ -20,8 +20,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_untouched() -> None:
-    """Nor does a backup of a checkpoint, or an archive of one, stand for it. Tried with all names that begin so: the
-    run starts over, its record and model are lost."""
+    """Nor does a backup or an archive stand for a checkpoint. Tried with all names that begin so: it starts over."""
     folder = Path("runs/mnist")
     for name in ("config.yaml", "metrics.jsonl", "summary.json", "model"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -80,8 +79,7 @@ def test_an_output_folder_that_cannot_be_written() -> None:
 
 
 def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
-    """Stood for by what even root can't write: a socket, and a link into /proc. Tried without: summary.json is deleted,
-    then a traceback; or a run without any checkpoint."""
+    """Stood for by what even root can't write. Tried without: summary.json is deleted, then a traceback."""
     Path("runs/mnist").mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as unwritable:
         unwritable.bind("runs/mnist/metrics.jsonl")

@@ -1,9 +1,4 @@
-"""The same curve under every strategy: every training loss within 1e-5, relative, of that on one process.
-
-The learning rate is small, as in the first steps of a real run, and rounding doesn't grow: of 15 changes of the weights
-by an ulp, none moved a loss by more than 2.3e-7. At its peak, training is chaotic (docs/promises.md). So the bounds of
-the CNN are measured where the tests run: see the fixture `rounding`.
-"""
+"""The same curve under every strategy: every training loss within 1e-5, relative, of that on one process."""
 
 from pathlib import Path
 
@@ -73,7 +68,6 @@ def norms(run: Run) -> list[float]:
 
 
 def assert_same_curve(run: Run, task: Short, whole: Whole, rounding: Rounding) -> None:
-    """And the same metrics as one process alone."""
     alone, within = task.run(whole, "alone"), task.within or task.run(rounding, "alone")
     assert len(alone.losses) == run.summary["step"]
     assert run.losses == pytest.approx(alone.losses, rel=within)
@@ -88,8 +82,7 @@ def assert_same_curve(run: Run, task: Short, whole: Whole, rounding: Rounding) -
 def test_each_task_has_the_curve_and_the_metrics_of_one_process(
     whole: Whole, rounding: Rounding, shared: Path, name: str, yaml: str, processes: int
 ) -> None:
-    """With accumulation, clipping and ragged windows. Tried with weights that are views of what a file holds: the
-    offloaded ones cannot be saved; with a mean over each process's pairs."""
+    """With accumulation, clipping and ragged windows. Tried with a mean over each process's pairs."""
     task = TASKS[name].ready(shared)
     run = task.run(whole, yaml, processes=processes)
     assert run.summary["strategy"] == yaml.replace("cpu", "single")
@@ -98,9 +91,7 @@ def test_each_task_has_the_curve_and_the_metrics_of_one_process(
 
 
 @pytest.mark.slow
-def test_gradients_in_bf16_on_their_way_change_the_curve_by_their_rounding(
-    launch: Launch, whole: Whole, rounding: Rounding
-) -> None:
+def test_gradients_in_bf16_on_their_way_add_their_rounding(launch: Launch, whole: Whole, rounding: Rounding) -> None:
     """Above what fp32's own makes of the norms, and below the eight bits of bf16. Tried without the hook: no more."""
     alone, run = whole("cpu", *DIGITS), launch("ddp_bf16_hook", "--ddp_comm_hook=bf16", *DIGITS).succeeded()
     assert norms(run) != pytest.approx(norms(alone), rel=rounding("cpu", *DIGITS, name=NORM))

@@ -13,19 +13,11 @@ from src.tracking.performance import Performance, peak_flops
 from tests.launching import Launch, Whole, mistakes
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
-        ("NVIDIA A100-SXM4-80GB", "fp32", None),
-        ("NVIDIA L40S", "bf16", 362e12),
-        ("NVIDIA L40", "bf16", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
-    ],
-)
-def test_a_device_is_known_by_the_words_of_its_name(name: str, precision: str, peak: float | None) -> None:
+def test_a_device_is_known_by_the_words_of_its_name() -> None:
     """Tried with `in` in place of words: an L40 is taken for an L4. Tried without PARTIAL: a slice for a whole GPU."""
-    assert peak_flops(name, precision) == (peak and pytest.approx(peak))
+    assert peak_flops("NVIDIA L40S", "bf16") == pytest.approx(362e12)
+    for name, precision in (("A100-SXM4-80GB", "fp32"), ("L40", "bf16"), ("H100 80GB HBM3 MIG 1g.10gb", "bf16")):
+        assert peak_flops(f"NVIDIA {name}", precision) is None
 
 
 class Event:
@@ -51,8 +43,7 @@ class Event:
 
 
 def test_the_figures_are_those_of_the_steps_and_no_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 1 s of data and 3 s of computing, with evaluations of 10 s between them that count as neither. Tried
-    with the events read at once: not done yet; without the weight of the dummy: twice the MFU."""
+    """Tried with the events read at once: not done yet; without the weight of the dummy: twice the MFU."""
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(performance, "peak_memory", lambda _: [5, 7])
@@ -79,19 +70,13 @@ def test_the_figures_are_those_of_the_steps_and_no_step_waits(monkeypatch: pytes
 STEPS = ("--max_steps=3", "--log_every=1", "--eval_every=3")
 SLOW = """
 import time
-import src.tasks.mnist as mnist
-loss = mnist.Mnist.loss
-def slow(*arguments):
-    try:
-        return loss(*arguments)
-    finally:
-        time.sleep(0.3)
-mnist.Mnist.loss = slow
+from src.tasks.mnist import Mnist
+loss = Mnist.loss
+Mnist.loss = lambda *arguments: (loss(*arguments), time.sleep(0.3))[0]
 """
 
 
 def test_on_a_cpu_the_clock_measures_a_step(whole: Whole) -> None:
-    """And there is no MFU."""
     run = whole("ddp", *STEPS, before=SLOW)
     record, *_ = run.records
     assert record["perf/compute_seconds"] > 0.3
@@ -113,7 +98,7 @@ def test_a_profile_has_the_operators_of_its_steps_and_leaves_training_as_it_is(l
 
 
 def test_steps_to_profile_that_are_none_are_refused() -> None:
-    for steps in ("15:10", "0:3", "10", "1:2:3", "a:b"):
+    for steps in ("15:10", "0:3", "a:b"):
         (line,) = mistakes(f"--profile_steps={steps}")
         assert line == f"profile_steps={steps}: name the first and the last step, such as 10:15"
     run = Mock(total_steps=9, config=Mock(profile_steps="10:15"))

@@ -13,19 +13,16 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from torch import nn
 
 import null_gpu
 from null_gpu import null_environment
 from src.config.config import load_config
 from src.config.errors import UserError, refuse
-from src.config.settings import read_yaml
 from src.tasks import TASKS
-from src.tasks.mnist import Mnist
 from src.tools.plan import search
 from src.tools.plan.__main__ import main
 from src.tools.plan.estimate import seconds_of
-from src.tools.plan.gpus import TABLE, Gpu, find_gpu
+from src.tools.plan.gpus import Gpu, find_gpu
 from src.tools.plan.measure import Measured, Setup, highest
 from src.tools.plan.search import Row, explore_all, setups
 from src.tools.plan.show import recommendation, table
@@ -35,6 +32,8 @@ from tests.planning import H100, llama, measured, setup
 needs_text = needs("src/tasks/text/causal_lm.py")
 needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
 DIGITS = ("--task.source=digits", "--global_batch_size=8", "--micro_batch_size=1", *QUIET)
+Plan = Callable[..., Any]
+PLAN = (f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu")
 TELL = """
 import json, os, src.training.gradients
 from torch.distributed.tensor import DTensor
@@ -93,8 +92,6 @@ main()
 """Has the data read in 20 s by the clock of the plan, a second more on two GPUs."""
 
 
-SHARDS = [("single_gpu", 1, 1, 2), ("fsdp_grad_op", 16, 16, 2), ("hsdp", 16, 8, 2), ("fsdp_offload", 2, 2, 0)]
-"""A yaml, its number of GPUs, and for the language model on them: the GPUs that share a parameter, AdamW's moments."""
 DIGITS_ON = [("single_gpu", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 3)]
 
 
@@ -111,12 +108,9 @@ def plan(shared: Path, tmp_path: Path, text: str) -> Callable[[str, int], Any]:
     """What is found under a yaml, on so many GPUs. What `make test` asks is measured in one process for all tests."""
     asked = {}
     if (PROJECT / "src/tasks/text").exists():
-        asked = {(yaml, gpus, "lm"): setup(yaml, gpus, llama(text, batch=32)) for yaml, gpus, *_ in SHARDS}
         short, long = (llama(text, length, batch, num_key_value_heads=4) for length, batch in ((512, 4), (2048, 1)))
-        asked |= {
-            ("fsdp", 4, "lm"): setup("fsdp", 4, short),
-            ("fsdp_cp", 4, "lm"): setup("fsdp_cp", 4, long, cp_size=4),
-        }
+        asked["fsdp", 4, "lm"] = setup("fsdp", 4, short)
+        asked["fsdp_cp", 4, "lm"] = setup("fsdp_cp", 4, long, cp_size=4)
     asked |= {(*on, "digits"): of_digits(tmp_path, *on) for on in DIGITS_ON}
     asked["ddp", 2, "many"] = setup("ddp", 2, [word.replace("batch_size=8", "batch_size=2048") for word in DIGITS])
 
@@ -133,22 +127,8 @@ def plan(shared: Path, tmp_path: Path, text: str) -> Callable[[str, int], Any]:
 
 @needs_text
 @needs_null_gpu
-def test_what_each_process_holds_by_hand(plan: Callable[..., Any]) -> None:
-    """Parameters and gradients in fp32, and AdamW's two moments of each, among the processes that share them; under
-    offload no moments, as its update is left out."""
-    parameters = 4 * 2_493_696  # 4 blocks of 590,336, 2 x 258 x 256 for tokens in and out, a norm of 256
-    for yaml, gpus, among, moments in SHARDS:
-        found = plan(yaml, gpus, "lm")["parts"]
-        assert found["gradients"] == pytest.approx(found["parameters"], rel=0.01)
-        assert found["parameters"] == pytest.approx(parameters / among, rel=0.01 if gpus > 1 else 0)
-        assert found["optimizer"] == pytest.approx(moments * parameters / among, rel=0.01)
-
-
-@needs_text
-@needs_null_gpu
-def test_what_processes_that_share_sequences_hold_and_send_by_hand(plan: Callable[..., Any]) -> None:
-    """Four hold what each would with a sequence to itself that is a fourth as long. In a layer, each sends three
-    quarters of what it has of queries, keys and values, and of outputs, there and back, all in bf16."""
+def test_what_processes_that_share_sequences_hold_and_send_by_hand(plan: Plan) -> None:
+    """As with a sequence to itself a fourth as long; three quarters of what it has are sent there and back, in bf16."""
     short, long = plan("fsdp", 4, "lm"), plan("fsdp_cp", 4, "lm")
     assert (long["strategy"], long["micro_batch"], long["tokens"]) == ("fsdp_cp4", 1, short["tokens"])
     assert highest(long["memory"]) == pytest.approx(highest(short["memory"]), rel=0.05)
@@ -162,7 +142,6 @@ def test_what_processes_that_share_sequences_hold_and_send_by_hand(plan: Callabl
 @needs_null_gpu
 @pytest.mark.slow
 def test_the_8b_of_a_table(text: str) -> None:
-    """docs/transformers.md has what a run with weights had allocated: within a hundredth."""
     shape = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
     shape |= {"num_key_value_heads": 8, "vocab_size": 128_256}
     (row,) = measured(setup("fsdp", 8, llama(text, length=4096, batch=8, **shape)))
@@ -176,9 +155,7 @@ def test_the_8b_of_a_table(text: str) -> None:
     ("yaml", "processes"),
     [("ddp", 2), ("fsdp", 2), slow("fsdp", 4), slow("fsdp_grad_op", 2), slow("fsdp_offload", 2), slow("hsdp", 4)],
 )
-def test_a_run_on_cpus_holds_what_the_plan_says(
-    launch: Launch, tmp_path: Path, plan: Callable[..., Any], yaml: str, processes: int
-) -> None:
+def test_a_run_holds_what_the_plan_says(launch: Launch, tmp_path: Path, plan: Plan, yaml: str, processes: int) -> None:
     """Parameters, gradients and, but for offload, optimizer state of its first process, within 1%."""
     sizes = tmp_path / "sizes.json"
     launch(yaml, *DIGITS, "--max_steps=1", processes=processes, before=TELL, SIZES=str(sizes)).succeeded()
@@ -189,9 +166,7 @@ def test_a_run_on_cpus_holds_what_the_plan_says(
 
 @needs_null_gpu
 @pytest.mark.parametrize(("yaml", "processes"), [("ddp", 2), slow("fsdp", 2), slow("hsdp", 4)])
-def test_a_process_sends_the_bytes_that_a_run_on_cpus_sends(
-    launch: Launch, tmp_path: Path, plan: Callable[..., Any], yaml: str, processes: int
-) -> None:
+def test_processes_send_what_a_run_sends(launch: Launch, tmp_path: Path, plan: Plan, yaml: str, processes: int) -> None:
     arguments = [*DIGITS, f"--output_dir={tmp_path}/run"]
     run = launch(yaml, *arguments, script="tests/planning.py", processes=processes).succeeded()
     (sent,) = re.findall(r"([\d.]+) MB sent", run.stdout)
@@ -201,7 +176,7 @@ def test_a_process_sends_the_bytes_that_a_run_on_cpus_sends(
 
 
 @needs_null_gpu
-def test_what_a_plan_says_of_the_data(plan: Callable[..., Any]) -> None:
+def test_what_a_plan_says_of_the_data(plan: Plan) -> None:
     """That reading is slow, that a batch doesn't divide, and of a step of 2,048 digits that there are 1,438."""
     note = "reading the data takes 21 s for each line below: plan with a sample of it"
     assert (plan("single_gpu", 1)["notes"], plan("ddp", 2)["notes"]) == ([], [note])
@@ -212,8 +187,7 @@ def test_what_a_plan_says_of_the_data(plan: Callable[..., Any]) -> None:
 
 @needs_null_gpu
 def test_the_plan_that_is_printed(tmp_path: Path) -> None:
-    words = ["-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu"]
-    run = run_command([f"{BIN}/python", *words, f"--output={tmp_path}", "--", *DIGITS], tmp_path, PROJECT).succeeded()
+    run = run_command([*PLAN, f"--output={tmp_path}", "--", *DIGITS], tmp_path, PROJECT).succeeded()
     (row,) = json.loads((tmp_path / "mnist" / "plan.json").read_text())
     assert row["is_fitting"]
     assert row["measured"]["work"]["kernels"] > 100
@@ -236,15 +210,11 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(("length", "says"), [(8192, "nothing fits: try "), (512, "cheapest that fits: ")])
 def test_what_does_not_fit_says_by_how_much_and_what_to_try(text: str, tmp_path: Path, length: int, says: str) -> None:
     """On a GPU of 2.6 GiB, of which CUDA takes 1.5."""
-    gpu = tmp_path / "small.yaml"
-    gpu.write_text(
-        "small: {name: Small, capability: '9.0', memory_gib: 2.6, bandwidth_gb_s: 100, tflops: {bf16: 10, fp32: 1},"
-        " link_gb_s: 10, network_gb_s: 1}"
-    )
-    words = [f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu"]
-    words += [f"--gpu={gpu}", f"--output={tmp_path}", "--"]
+    gpu, figures = tmp_path / "small.yaml", "memory_gib: 2.6, bandwidth_gb_s: 100, link_gb_s: 10, network_gb_s: 1"
+    gpu.write_text(f"small: {{name: Small, capability: '9.0', tflops: {{bf16: 10, fp32: 1}}, {figures}}}")
     arguments = llama(text, length=length, batch=1, intermediate_size=4096)
-    run = run_command([*words, *arguments, *QUIET], tmp_path, PROJECT).succeeded()
+    command = [*PLAN, f"--gpu={gpu}", f"--output={tmp_path}", "--", *arguments, *QUIET]
+    run = run_command(command, tmp_path, PROJECT).succeeded()
     assert ("does not fit: " in run.stdout) == (length > 512)
     assert says in run.stdout
 
@@ -285,9 +255,7 @@ def test_at_the_edge_of_80_gb(text: str, tmp_path: Path, more: str) -> None:
     ("length", "batch", "helps"),
     [(512, 64, "--micro_batch_size=32 ("), slow(32_768, 1, "accelerate_configs/fsdp_cp.yaml with cp_size=2 (")],
 )
-def test_a_gpu_that_is_out_of_memory_says_what_would_help(
-    text: str, tmp_path: Path, length: int, batch: int, helps: str
-) -> None:
+def test_out_of_memory_it_says_what_would_help(text: str, tmp_path: Path, length: int, batch: int, helps: str) -> None:
     """Tried without the decorator: a traceback."""
     arguments = [*llama(text, length, batch), *QUIET, f"--output_dir={tmp_path}/run"]
     environment = null_environment(NULL_GPU_GIB="1", ACCELERATE_MIXED_PRECISION="bf16")
@@ -321,89 +289,50 @@ def test_the_time_of_a_step_by_hand() -> None:
     seconds = seconds_of(MEASURED, gpu, 16, is_compiled=False)
     compute = 1 / (10 * 0.5) + 2 / (10 * 0.4) + 8 / (1000 * 0.8)
     communication = 40 / (50 * 0.8) + 100 * 20e-6 + 8 / (10 * 0.8) + 10 * 50e-6
-    assert seconds.compute == pytest.approx(compute)
-    assert seconds.communication == pytest.approx(communication)
-    awaited = 4 / (50 * 0.8) + 20 * 20e-6
-    hidden = compute / 2
-    assert seconds.step == pytest.approx(compute + communication - hidden)
-    MEASURED.work |= {"sent within": 4e9, "collectives within": 20, "sent between": 0, "collectives between": 0}
-    assert seconds_of(MEASURED, gpu, 16, is_compiled=False).step == pytest.approx(compute + awaited)  # never hidden
-    MEASURED.work["host_seconds"] = 60
-    assert seconds_of(MEASURED, gpu, 16, is_compiled=False).step == 60
-    MEASURED.work["host_seconds"] = 0.5
+    assert (seconds.compute, seconds.communication) == (pytest.approx(compute), pytest.approx(communication))
+    assert seconds.step == pytest.approx(compute + communication - compute / 2)
+    never_hidden = {"sent within": 4e9, "collectives within": 20, "sent between": 0, "collectives between": 0}
+    for more, step in ((never_hidden, compute + 4 / (50 * 0.8) + 20 * 20e-6), ({"host_seconds": 60}, 60)):
+        work = replace(MEASURED, work=MEASURED.work | more)
+        assert seconds_of(work, gpu, 16, is_compiled=False).step == pytest.approx(step)
 
 
-def test_the_plan_as_a_person_reads_it() -> None:
-    """Within 80 columns, and 120 where a line doesn't fit. By hand: 100 steps of 3,600 / 100 s are an hour."""
-    work = {"host_seconds": 36.0, "bytes": 0.0}
+def test_the_cheapest_that_fits_is_recommended() -> None:
+    """By hand: 100 steps of 3,600 / 100 s are an hour."""
     fits = replace(
-        MEASURED, work=work, tokens=12_417_840.0, model_flops=0.319 * 989e12 * 36 * 8, total_steps=100, largest=8,
-        memory={"load": (1, 1), "step": (57_130_000_000, 1)}, notes=["varlen attention"],
-    )  # fmt: skip
-    memory = {"step": (1, 1), "evaluation": (H100.capacity + 12_340_000_000, 1)}
-    reason = "cannot be measured: KeyError: 'x'"
-    found = {"ddp": fits, "fsdp": replace(fits, largest=0, memory=memory), "fsdp_grad_op": None, "fsdp_offload": None}
-    rows = [Row(setup(yaml, 8, DIGITS), one, "" if one else reason) for yaml, one in found.items()]
+        MEASURED, work={"host_seconds": 36.0, "bytes": 0.0}, total_steps=100, memory={"step": (57_130_000_000, 1)}
+    )
+    too_much = replace(fits, largest=0, memory={"evaluation": (H100.capacity + 12_340_000_000, 1)})
+    rows = [Row(setup("ddp", 8, DIGITS), fits), Row(setup("fsdp", 8, DIGITS), too_much)]
     config = load_config(["--compile=false", *DIGITS], TASKS)
-    assert [line.rstrip() for line in table(rows, config).splitlines()] == [
-        "varlen attention",
-        "GPUs yaml   GB micro most   step tok/s/GPU   MFU    time   cost limit",
-        "   8  ddp 57.1     1    8 36.000    43,118 31.9% 1:00:00 $31.92 the host",
-        "   8 fsdp 95.8     1    0 36.000    43,118 31.9% 1:00:00 $31.92 does not fit: 12.3 GB over in the evaluation",
-        "8 fsdp_grad_op: cannot be measured: KeyError: 'x'",
-        "8 fsdp_offload: cannot be measured: KeyError: 'x'",
-    ]
+    assert "1:00:00 $31.92 does not fit: 12.3 GB over in the evaluation" in table(rows, config)
     assert recommendation(rows, config).startswith("cheapest that fits: 1:00:00, $31.92, 26.3 GB to spare\n")
-    no_price = H100.model_copy(update={"price_usd_hour": None})
-    free = [replace(row, setup=replace(row.setup, gpu=no_price)) for row in rows]
-    assert "cost" not in table(free, config)
-    assert recommendation(free, config).startswith("cheapest that fits: 1:00:00, 26.3 GB to spare\n")
 
 
 def test_what_cannot_be_measured_is_one_line_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried without catching them: one architecture that fails under offload takes the whole plan with it."""
-
-    def unpicklable() -> None:
-        class LocalError(Exception):
-            pass
-
-        raise LocalError("no\nsuch kernel")
-
     for fails, says in (
-        (unpicklable, "cannot be measured: LocalError: no such kernel"),
+        (lambda: 1 / 0, "cannot be measured: ZeroDivisionError: division by zero"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "cannot be measured: its process was killed"),
         (lambda: refuse(["a mistake", "and another"]), "a mistake and another"),
     ):
         monkeypatch.setattr(search, "measure", lambda of, _, fails=fails: fails() if of.gpus == 1 else MEASURED)
         failed, other = explore_all([setup("fsdp_offload", 1, ()), setup("ddp", 2, ())])
         assert failed.reason.startswith(says)
-        assert "\n" not in failed.reason
         assert other.measured == MEASURED
 
 
 def test_numbers_of_gpus_that_no_plan_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(null_gpu, "reason_to_skip", lambda: "these tests go no further")
-    within = "must be at most 8 (one machine) or a multiple of it"
     for words, says in (
-        ("--gpus 8 0", f"--gpus 0: {within}"),
-        ("--gpus 12", f"--gpus 12: {within}"),
+        ("--gpus 12", "--gpus 12: must be at most 8 (one machine) or a multiple of it"),
         ("--gpus 1 8 --yamls hsdp", "--yamls hsdp: cannot run on --gpus 1 8"),
     ):
         with pytest.raises(UserError, match=re.escape(says)):
             main(words.split())
 
 
-def test_the_figures_of_each_gpu_fit_together() -> None:
-    for name in read_yaml(TABLE.read_text()):
-        gpu = find_gpu(name)
-        half = gpu.tflops["fp16"]
-        assert gpu.tflops.get("bf16", half) == half, name
-        assert gpu.tflops.get("fp8", 2 * half) == pytest.approx(2 * half, rel=0.02), name
-        assert gpu.capacity == pytest.approx((gpu.memory_gib - 1.5) * 2**30, abs=1), name
-
-
 def test_mistakes_in_a_gpu(tmp_path: Path) -> None:
-    """Of the table, or of a file of the user's: all at once."""
 
     def refused(name: str | Path) -> list[str]:
         with pytest.raises(UserError) as error:
@@ -414,39 +343,9 @@ def test_mistakes_in_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     assert refused(file)[0].startswith(f"--gpu {file}: cannot be read, ")
     file.write_text("mine: {name: Mine, capability: '9.0', memory_gib: -1, price: 3, tflops: {bf16: 1}}")
-    expected = (
-        "memory_gib: must be greater than 0",
-        "price: Extra inputs are not permitted",
-        "tflops: fp32 is missing",
-    )
-    assert {f"{file}: mine.{line}" for line in expected} <= {*refused(file)}
-    for content in (b"", b"- a", b"hello", b"\xff\xfe\x80"):
-        file.write_bytes(content)
-        assert refused(file)[0].startswith(f"--gpu {file}: ")
-
-
-def test_a_model_that_reads_its_weights_while_it_is_built() -> None:
-    class Reading(Mnist):
-        def build_model(self) -> nn.Module:
-            model = super().build_model()
-            assert next(model.parameters()).sum().item() > 0
-            return model
-
-    says = r"^its model reads values that a plan does not have, Tensor.item\(\) cannot be called"
-    with pytest.raises(UserError, match=says):
-        Reading().build_skeleton()
-
-
-@needs_text
-@needs("src/distributed/launcher.py")
-@needs_null_gpu
-@pytest.mark.slow
-def test_a_task_without_sequences_is_one_line_whatever_the_size_of_groups(tmp_path: Path) -> None:
-    words = ["-m", "src.tools.plan", "--gpus", "4", "--yamls", "fsdp_cp", f"--output={tmp_path}", "--", *DIGITS]
-    run = run_command([f"{BIN}/python", *words], tmp_path, PROJECT)
-    assert run.exit_code == 2
-    (message,) = [line for line in run.stderr.splitlines() if line.startswith("plan: ")]
-    assert message == "plan: task.name=mnist: has no sequences to split over processes: remove cp_size from the yaml"
+    told = "\n".join(refused(file))
+    for line in ("memory_gib: must be greater than 0", "price: Extra inputs are not", "tflops: fp32 is missing"):
+        assert f"{file}: mine.{line}" in told
 
 
 def test_groups_that_share_sequences_stay_within_a_machine() -> None:

@@ -59,16 +59,12 @@ ODD, NONE = "files are not as a run writes them", "not a run's folder"
     ("file", "content", "says"),
     [
         ("config.yaml", b"", NONE),
-        ("config.yaml", b"task: &task {name: mnist, more: *task}", NONE),
         ("config.yaml", b"task: {name: mnist}\ncheckpoint: []", ODD),
         ("metrics.jsonl", json.dumps(evaluation(20, 0.5, samples=[1, None])).encode(), ODD),
-        ("metrics.jsonl", b'{"step": 20, "eval/loss": 1' + b"0" * 400 + b"}", ODD),
         ("metrics.jsonl", b"7\n[]\n\xff\xfe\x80\n" + b"\0" * 50 + b'\n{"step": 30, "trai', ""),
     ],
 )  # fmt: skip
-def test_what_is_damaged_is_left_out_and_what_no_run_writes_is_refused(
-    tmp_path: Path, file: str, content: bytes, says: str
-) -> None:
+def test_what_is_damaged_is_left_out_or_refused(tmp_path: Path, file: str, content: bytes, says: str) -> None:
     """In one line. Tried without each of the errors that they raise: a traceback."""
     folder = run_folder(tmp_path / "run", [training(10), evaluation(10, 0.5)])
     with (folder / file).open("ab" if file == "metrics.jsonl" else "wb") as stream:
@@ -81,8 +77,7 @@ def test_what_is_damaged_is_left_out_and_what_no_run_writes_is_refused(
 
 
 def test_whatever_a_run_recorded_is_text_and_the_page_names_nothing_outside_itself(tmp_path: Path) -> None:
-    """And it is the same page each time. Tried without autoescape: the script is in the page; without svg.hashsalt:
-    names within the pictures differ."""
+    """The same page each time. Tried without autoescape: the script is in it; without svg.hashsalt: names differ."""
     tables = {"samples": [{"prompt": HOSTILE, "continuation": "Καλημέρα 早上好 \ud800 $x_"}]}
     tables["mistakes"] = [{HOSTILE: PIXEL, "label": HOSTILE, "image": PIXEL + '"><script>'}, {"image": PIXEL}]
     folder = run_folder(tmp_path / "run", [training(1), evaluation(1, 0.5, **tables)], name=HOSTILE)
@@ -144,9 +139,7 @@ def test_a_check_ends_with_a_report_which_that_of_a_run_shows_too(launch: Launch
 
 @needs_chromium
 @pytest.mark.parametrize(("width", "mode"), [(390, "dark"), slow(1400, "light")])
-def test_a_browser_shows_it_without_javascript_a_network_or_scrolling_sideways(
-    tmp_path: Path, width: int, mode: Any
-) -> None:
+def test_a_browser_shows_it_without_javascript_network_or_scrolling(tmp_path: Path, width: int, mode: Any) -> None:
     """Tried with a picture from a server, and with a table that does not scroll by itself."""
     mistakes, samples = [{"image": PIXEL, "label": HOSTILE}] * 24, [{"prompt": "w" * 3000, "n": HOSTILE}]
     confusion = [{"label": "a"} | {f"prediction {i}": i for i in range(40)}]

@@ -18,30 +18,9 @@ GPU_YAMLS = [
     slow("ddp", 2, "ddp"), slow("ddp", 1, "single"), slow("fsdp_grad_op", 2, "fsdp_grad_op"),
     slow("fsdp_offload", 2, "fsdp_offload"), slow("fsdp_offload", 1, "fsdp_offload"), slow("fsdp_fp8", 2, "fsdp"),
 ]  # fmt: skip
-LAST = ["evaluate"] if (PROJECT / "src/tools/evaluate.py").exists() else []
-LAST += ["upload"] if WANDB else []
 MEASURED = {"perf/data_seconds", "perf/compute_seconds", "perf/peak_memory_bytes"}
 if not (PROJECT / "src/tracking/performance.py").exists():  # thrown out
     MEASURED = set()
-
-
-LOOK = """
-import atexit, gc, weakref
-import src.training.optim as optim
-class Cycle: pass
-gc.unfreeze()  # what the warm ranks have frozen
-cycle = Cycle()
-cycle.itself = cycle
-gc.collect()  # from now on only a full collection finds it
-atexit.register(lambda: print("frozen at the end", gc.get_freeze_count()))
-is_alive, set_lr = weakref.ref(cycle), optim.set_lr
-del cycle
-def look_and_set(*arguments):
-    print("looks through", len(gc.get_objects()), "keeps", is_alive())
-    set_lr(*arguments)
-optim.set_lr = look_and_set
-"""
-"""Before a run: in each step it says how many objects a full collection looks through, and whether garbage is kept."""
 
 
 @pytest.fixture
@@ -68,12 +47,7 @@ def test_the_digits_are_learnt_and_exactly_these_files_say_so(digits: Run) -> No
     assert summary["eval/loss"] < 0.3
     assert [peak > 2**20 for peak in summary["peak_memory_bytes"]] == [True]
     assert 0 < 5 * 1438 / summary["samples_per_second"] < summary["seconds"]
-
-
-def test_who_may_enter_the_folder_may_read_the_weights(digits: Run) -> None:
-    """As the umask says: safetensors 0.8 writes files for their owner alone."""
-    files = [*digits.folder.glob("model/*"), *digits.folder.glob("checkpoints/*/*")]
-    assert {file.stat().st_mode & 0o666 for file in files} == {digits.folder.stat().st_mode & 0o666}
+    assert digits.stderr == ""
 
 
 def test_each_record_is_a_json_object_with_its_step_first(digits: Run) -> None:
@@ -82,19 +56,6 @@ def test_each_record_is_a_json_object_with_its_step_first(digits: Run) -> None:
     names = {"step", "epoch", "train/loss", "train/lr", "train/grad_norm", "perf/samples_per_second", *MEASURED}
     assert training == dict.fromkeys(range(23, 116, 23), names)
     assert [record["step"] for record in digits.records if "eval/loss" in record] == [69, 115]
-
-
-def test_the_terminal_tells_the_start_the_course_and_the_end_and_nothing_else(digits: Run) -> None:
-    start, _, rest = digits.stdout.partition("\nstep ")
-    titles = [line.split()[0] for line in start.splitlines()[1:]]
-    titles = [title for title in titles if title != "tuned"]  # on this machine
-    assert titles == ["strategy", "model", "data", "batch", "steps", "output", *(["W&B"] if WANDB else [])]
-    assert re.search(r"\n  strategy   single, 1 process, cpu, fp32 \(.*accelerate_configs/cpu\.yaml\)\n", start)
-    assert re.match(r" +23/115  loss \d\.\d{4}  lr .* samples/s  eta \d\d:\d\d\n", rest)
-    end = rest.partition("\ndone in ")[2].splitlines()[1:]
-    reports = (path.stem for path in digits.folder.glob("*.html"))
-    assert [line.split()[0] for line in end] == ["model", "log", *reports, *LAST]
-    assert digits.stderr == ""
 
 
 needs_wandb = needs("src/tracking/wandb.py")
@@ -117,10 +78,7 @@ def test_wandb_offline_holds_config_strategy_history_and_success(digits: Run) ->
 
 
 @pytest.mark.parametrize(("yaml", "processes", "strategy"), GPU_YAMLS)
-def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(
-    launch: Launch, yaml: str, processes: int, strategy: str
-) -> None:
-    """Also with a single process."""
+def test_each_yaml_runs_without_a_gpu_and_says_so(launch: Launch, yaml: str, processes: int, strategy: str) -> None:
     hook = ["--ddp_comm_hook=bf16"] if yaml == "ddp_bf16_hook" else []  # as the yaml's header says
     run = launch(yaml, "--max_steps=2", "--optim.max_grad_norm=0.1", *hook, processes=processes).succeeded()
     first = run.stdout.splitlines()[0]
@@ -137,8 +95,7 @@ def test_each_yaml_runs_without_a_gpu_and_says_so_in_one_line(
 
 
 def test_muon_takes_the_same_steps_offloaded(launch: Launch, whole: Whole, rounding: Rounding) -> None:
-    """torch's Muon computes in bf16: what rounding makes of the order of a sum is 1e-5 after 5 steps. Tried with a rate
-    that is 3% lower: 2.5e-4, and 9e-5 may be."""
+    """torch's Muon computes in bf16. Tried with a rate that is 3% lower: 2.5e-4, and 9e-5 may be."""
     arguments = ("--optim.name=muon", "--optim.lr=3e-4", "--optim.schedule=constant", "--optim.warmup_steps=0",
                  "--task.dropout=0", "--max_steps=5", "--log_every=1")  # fmt: skip
     alone = whole("cpu", *arguments)
@@ -156,16 +113,6 @@ def test_bf16_on_request(launch: Launch) -> None:
     assert half.losses == pytest.approx(full.losses, rel=2 * torch.finfo(torch.bfloat16).eps)
     weights = load_file(half.folder / "model" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-
-
-def test_within_a_step_garbage_is_not_looked_for_among_the_objects_of_the_start(launch: Launch) -> None:
-    """300,000 and more, of the libraries. Tried without `gc.freeze()`; without `gc.collect()`, garbage is kept. At the
-    end all are looked through again: without `gc.unfreeze()`, triton tells of leaks."""
-    run = launch("cpu", "--max_steps=1", before=LOOK).succeeded()
-    number, garbage = re.findall(r"^looks through (\d+) keeps (.+)$", run.stdout, re.MULTILINE)[0]
-    assert int(number) < 10_000
-    assert garbage == "None"
-    assert run.stdout.endswith("\nfrozen at the end 0\n")
 
 
 def test_a_bug_keeps_its_traceback_and_ends_the_run_as_crashed(launch: Launch) -> None:

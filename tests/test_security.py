@@ -41,8 +41,7 @@ def checkpoint(whole: Whole) -> Path:
 @pytest.mark.parametrize("is_listed", [False, True], ids=["planted", "with a manifest to match"])
 @pytest.mark.parametrize("name", [*FILES, ".metadata"])
 def test_a_payload_in_any_file_stays_inert(checkpoint: Path, tmp_path: Path, name: str, is_listed: bool) -> None:
-    """Whatever is read, in each way that a run and the tool have; and it is reported, unless the manifest was made to
-    match. Tried with pickle.loads in `problems`: the payload runs."""
+    """However it is read; and it is reported, unless the manifest matches. Tried with pickle.loads: it runs."""
     proof, checkpoint = tmp_path / "executed", shutil.copytree(checkpoint, tmp_path / "step_00000014")
     payload = pickle.dumps(Payload(proof))
     (checkpoint / name).write_bytes(payload)

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 
 from src.checkpoint.files import parent_checkpoint
-from src.config.errors import UserError
-from src.config.settings import Settings, validate, write_yaml
+from src.config.aliases import OURS, THEIRS, THEIRS_OF_TEXT
+from src.config.config import _config_class
+from src.config.settings import setting_fields, write_yaml
 from src.tasks import TASKS
 from tests.launching import PROJECT, mistakes, needs
 from train import run_settings
@@ -32,8 +34,7 @@ def test_the_command_line_beats_the_last_yaml_beats_the_first_beats_the_code() -
 
 
 def test_numbers_are_what_they_look_like_and_text_stays_text() -> None:
-    """Tried with YAML 1.1: 90 hours, seed 8, one epoch; and without taking text as it is: `not a valid string`, for the
-    mapping that YAML makes of it. What is written to config.yaml reproduces all of it."""
+    """Tried with YAML 1.1: 90 hours, seed 8. What is written to config.yaml reproduces all of it."""
     config = run_settings(["--run_name=007", "--max_steps=1e3", "--global_batch_size=1e2", "--micro_batch_size=null"])
     assert (config.run_name, config.max_steps, config.global_batch_size) == ("007", 1000, 100)
     assert (config.folder, config.forward_batch_size(4)) == (Path("runs/007"), 25)
@@ -77,44 +78,22 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         ]),
         ("--task.name=mnits|--task.source=digits", {}, [
             f"--task.name=mnits: no such task, did you mean mnist? ({', '.join(TASKS)})"]),
-        ("--config=a.yaml|--config=b.yaml|--config=c.yaml|--config=d.yaml|--config=.",
-         {"a": "a: [1", "b": "\x00", "c": "- 1", "d": "1: 2"}, [
-            '--config=a.yaml: cannot be read as yaml, while parsing a flow sequence in "<unicode string>", line 1, '
-            "column 4: a: [1 ^ (line: 1) expected ',' or ']', but got '<stream end>' in \"<unicode string>\", line 1, "
-            "column 6: a: [1 ^ (line: 1)",
+        ("--config=a.yaml|--config=b.yaml|--config=.", {"a": "- 1", "b": "\x00"}, [
+            "--config=a.yaml: must hold settings, one `name: value` per line",
             "--config=b.yaml: cannot be read as yaml, unacceptable character #x0000: special characters are not "
             'allowed in "<unicode string>", position 0',
-            "--config=c.yaml: must hold settings, one `name: value` per line",
-            "--config=d.yaml: must hold settings, one `name: value` per line",
             "--config=.: cannot be read as yaml, [Errno 21] Is a directory: '.'",
         ]),
-        ("--config=a.yaml", {"a": "max_hours: 1:30\nepochs: yes\noptim: {lr: on}"}, [
-            "a.yaml: epochs: yes: must be a valid integer, unable to parse string as an integer",
-            "a.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
-            "a.yaml: optim.lr: on: must be a valid number, unable to parse string as a number",
-        ]),
-        ("--config=a.yaml|--max_steps=None", {"a": "optim: {max_grad_norm: None}"}, [
-            "--max_steps=None: write null for none",
-            "a.yaml: optim.max_grad_norm: None: write null for none",
-        ]),
-        # a list is none, though it has the sign that ends a name on the command line
-        ("--config=a.yaml", {"a": "run_name: [a=b]"}, [
+        ("--config=a.yaml|--max_steps=None", {"a": "max_hours: 1:30\nepochs: yes\nrun_name: [a=b]"}, [
             "a.yaml: run_name: ['a=b']: must be text: write it in quotes",
+            "a.yaml: epochs: yes: must be a valid integer, unable to parse string as an integer",
+            "--max_steps=None: write null for none",
+            "a.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
         ]),
-        # where any text would do: an entity of that name would be asked for on the server
-        pytest.param("--wandb.entity=none|--wandb.tags=[1, 2]", {}, [
-            "--wandb.entity=none: write null for none",
-            "--wandb.tags=[1, 2]: must be text: write it in quotes",
-        ], marks=needs_wandb),
         # tried without: it is found out after the first evaluation
-        ("--early_stopping.metric=eval/acuracy|--checkpoint.metric=loss", {}, [
-            "checkpoint.metric=loss: the evaluation has no such metric, did you mean eval/loss? (eval/loss, "
-            "eval/examples, eval/accuracy)",
+        ("--early_stopping.metric=eval/acuracy", {}, [
             "early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
             "(eval/loss, eval/examples, eval/accuracy)",
-        ]),
-        ("--early_stopping.patience=5", {}, [
-            "early_stopping needs early_stopping.metric: name the metric to watch, such as eval/loss",
         ]),
         ("--seed=5000000000|--optim.lr=inf|--epochs=null", {}, [
             "--seed=5000000000: must be less than 4294967296",
@@ -125,119 +104,71 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         ("--optim.warmup_steps=1.5", {}, [
             "optim.warmup_steps=1.5: must be a whole number of steps or, below 1, a fraction of the schedule"]),
         ("--optim.decay_steps=9", {}, ["optim.decay_steps=9: only applies to optim.schedule=wsd, not one_cycle"]),
-        ("--optim.schedule=wsd|--optim.decay_steps=0.8", {}, [
-            "optim.warmup_steps=0.3 and optim.decay_steps=0.8: together 110.0% of the schedule"]),
         ("--epochs=null|--max_steps=50|--optim.schedule=wsd|--optim.warmup_steps=40|--optim.decay_steps=30", {}, [
             "optim.warmup_steps=40 and optim.decay_steps=30: together 140.0% of the schedule"]),
-        pytest.param("--trackers=wandb|--config=a.yaml", {"a": "wandb:\n  tags: mine"}, [
-            "--trackers=wandb: must be a list: write [wandb]",
+        pytest.param("--wandb.entity=none|--config=a.yaml", {"a": "wandb:\n  tags: mine"}, [
+            "--wandb.entity=none: write null for none",
             "a.yaml: wandb.tags: mine: must be a list: write [mine]",
-        ], marks=[needs_wandb, needs_trackers]),
+        ], marks=needs_wandb),
     ],
 )  # fmt: skip
 def test_every_mistake_is_one_line(arguments: str, files: dict[str, str], lines: list[str]) -> None:
-    """All of them, each once, with the nearest name and where it was written."""
     for name, text in files.items():
         Path(f"{name}.yaml").write_text(text)
     assert mistakes(*arguments.split("|")) == lines
 
 
-def test_shares_may_fill_the_schedule_and_config_yaml_may_be_used_again() -> None:
-    """Where each default is written out."""
-    run_settings(["--optim.schedule=wsd", "--optim.warmup_steps=0.1", "--optim.decay_steps=0.9"])
-    run_settings(["--optim.schedule=cosine", "--optim.decay_steps=0.2"])
-
-
-def test_what_is_no_text_or_said_twice_is_refused() -> None:
-    """Tried without: the first of the two is dropped, silently."""
-    Path("a.yaml").write_text("seed: 1\noptim:\n  lr: 0.1\noptim:\n  name: sgd")
-    (line,) = mistakes("--config=a.yaml")
-    assert re.match('--config=a.yaml: cannot be read as yaml, .* found duplicate key "optim"', line)
-    Path("c.yaml").write_bytes(b"\xff\xfe\x00")
-    (line,) = mistakes("--config=c.yaml")
-    assert line.startswith("--config=c.yaml: cannot be read as yaml, 'utf-8' codec can't decode byte 0xff")
-    Path("d.yaml").write_text("seed: 3\noptim:\n  # lr: 1")  # a group of which all lines are commented out
-    assert run_settings(["--config=d.yaml"]).seed == 3
-
-
-def test_yaml_that_has_no_end_or_no_such_value_is_one_line() -> None:
-    """Tried without: RecursionError, ValueError or KeyError, from yaml or from what walks through it."""
+def test_yaml_that_says_a_thing_twice_or_cannot_be_read_is_one_line() -> None:
+    """Tried without: the first of the two is dropped, silently; RecursionError, ValueError or KeyError."""
     for text, says in {
-        "task: &a {name: *a}": "Circular reference detected",
-        "trackers: &a [*a]": "Circular reference detected",
-        "seed: " + "[" * 3000 + "]" * 3000: "maximum recursion depth exceeded",
-        "run_name: 2024-02-30": "day ",
-        "run_name: !!bool x": "'x'",
+        b"optim:\n  lr: 0.1\noptim:\n  name: sgd": '.* found duplicate key "optim"',
+        b"\xff\xfe\x00": "'utf-8' codec can't decode byte 0xff",
+        b"task: &a {name: *a}": "Circular reference detected",
+        b"seed: " + b"[" * 3000 + b"]" * 3000: "maximum recursion depth exceeded",
+        b"run_name: 2024-02-30": "day ",
     }.items():
-        Path("a.yaml").write_text(text)
+        Path("a.yaml").write_bytes(text)
         (line,) = mistakes("--config=a.yaml")
-        assert line.startswith(f"--config=a.yaml: cannot be read as yaml, {says}")
-
-
-def test_a_setting_without_a_default_must_be_given() -> None:
-    """With the other mistakes. Tried without: RecursionError."""
-
-    class Mine(Settings):
-        size: int
-        rate: float = 0.1
-
-    with pytest.raises(UserError, match=r"^--rate=fast: must be a valid number, .*\nsize: Field required$"):
-        validate(Mine, {"rate": "fast"}, {"rate": "--rate=fast"}, [])
+        assert re.match(f"--config=a.yaml: cannot be read as yaml, {says}", line)
+    Path("a.yaml").write_text("seed: 3\noptim:\n  # lr: 1")  # a group of which all lines are commented out
+    assert run_settings(["--config=a.yaml"]).seed == 3
 
 
 def test_a_switch_is_on_by_itself_and_may_have_a_hyphen() -> None:  # room: check
-    for written in ("--dry-run", "--dry_run", "--dry-run=true", "--dry_run=true"):
-        config = run_settings([written])
-        assert (config.dry_run, config.check) == (True, False)
+    for written in ("--dry-run", "--dry_run=true"):
+        assert run_settings([written]).dry_run
         assert run_settings([written, "--dry-run=false", "--check"]).check
     assert mistakes("--dry-run=") == ["--dry_run=: must be a valid boolean, unable to interpret input"]
 
 
-def test_home_is_where_the_user_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shell expands ~ after `--name=`. Tried without: a folder that is called ~."""
-    monkeypatch.setenv("HOME", str(Path.cwd()))
-    assert run_settings(["--output_dir=~/x"]).folder == Path.cwd() / "x"
-    assert run_settings(["--task.data_dir=~/x"]).task.data_dir == str(Path.cwd() / "x")
-
-
-@pytest.mark.parametrize(
-    ("processes", "micro_batch", "says"),
-    [
-        (3, None, "3 processes; nearest that are: global_batch_size=63 or 66"),
-        (2, 24, "24 (micro_batch_size) x 2 processes = 48; nearest that are: global_batch_size=48 or 96"),
-        (2, 64, "64 (micro_batch_size) x 2 processes = 128; nearest that are: global_batch_size=128"),
-        (1, 24, "24 (micro_batch_size) x 1 process = 24; nearest that are: global_batch_size=48 or 72"),
-    ],
-)
-def test_a_batch_that_does_not_divide(
-    monkeypatch: pytest.MonkeyPatch, processes: int, micro_batch: int | None, says: str
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
+def test_a_batch_that_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    arguments = [f"--micro_batch_size={micro_batch}"] if micro_batch else []
-    assert mistakes(*arguments) == [f"global_batch_size=64: not a multiple of {says}"]
+    for processes, arguments, says in (
+        (3, (), "3 processes; nearest that are: global_batch_size=63 or 66"),
+        (2, ("--micro_batch_size=24",), "24 (micro_batch_size) x 2 processes = 48; nearest that are: "
+         "global_batch_size=48 or 96"),
+    ):  # fmt: skip
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        assert mistakes(*arguments) == [f"global_batch_size=64: not a multiple of {says}"]
 
 
-@pytest.mark.parametrize(
-    "variable", ["WORLD_SIZE=2", "WORLD_SIZE=", "RANK=1", "LOCAL_RANK=x", "OMPI_COMM_WORLD_SIZE=2"]
-)
-@pytest.mark.parametrize("launcher", [(), ("ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR")], ids=["", "accelerate launch"])
-def test_what_another_launch_left_in_the_environment_is_named(
-    monkeypatch: pytest.MonkeyPatch, variable: str, launcher: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("variable", ["WORLD_SIZE=2", "WORLD_SIZE=", "LOCAL_RANK=x", "OMPI_COMM_WORLD_SIZE=2"])
+@pytest.mark.parametrize("launcher", ["", "ACCELERATE_DYNAMO_BACKEND= MASTER_ADDR="])
+def test_what_another_launch_left_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, launcher: str) -> None:
     """Also under a launcher that has started one process, whose yaml is not to blame. Tried without: tracebacks."""
-    for name, _, value in (each.partition("=") for each in (variable, *launcher)):
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, f"{variable} {launcher}")
     (line,) = mistakes()
     assert line.startswith(f"{variable} is set in the environment, but no launcher has started several processes: ")
 
 
-@pytest.mark.parametrize(
-    "variable", ["PMI_SIZE=1", "RANK=0", "TORCHELASTIC_RUN_ID=x WORLD_SIZE=2", "WORLD_SIZE=2 MASTER_ADDR=host RANK=1"]
-)
-def test_what_a_launch_needs_in_the_environment_may_be_there(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    for name, _, value in (each.partition("=") for each in variable.split()):
+def set_all(monkeypatch: pytest.MonkeyPatch, variables: str) -> None:
+    for name, _, value in (each.partition("=") for each in variables.split()):
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("variables", ["PMI_SIZE=1", "RANK=0", "WORLD_SIZE=2 MASTER_ADDR=host RANK=1"])
+def test_what_a_launch_needs_in_the_environment_may_be_there(monkeypatch: pytest.MonkeyPatch, variables: str) -> None:
+    set_all(monkeypatch, variables)
     run_settings([])
 
 
@@ -294,3 +225,60 @@ def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capfd:
     shown = capfd.readouterr().out
     assert "--task.source=mnist   (mnist | digits)\n        mnist: 60,000 + 10,000 images" in shown
     assert not re.findall(r"^  --.*\n(?:\s*$|  --)", shown, re.MULTILINE), "undocumented"
+
+
+def test_each_name_of_others_leads_to_what_exists_here() -> None:
+    """Tried with a misspelt `log_evry`."""
+    known = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    known |= {name for task in TASKS for name, _, _ in setting_fields(_config_class(task, TASKS))}
+    assert {re.split("[ ,]", ours)[0] for ours in OURS.values()} <= known
+    has_it = " (--task.name=causal_lm has it)"
+    assert [ours for ours in OURS.values() if ours.startswith("task.") != ours.endswith(has_it)] == []
+    for file in re.findall(r"\S+\.yaml", " ".join(OURS.values())):
+        assert (PROJECT / file).exists()
+
+
+@pytest.mark.parametrize("form", ["--{name}=2e-5", "--{name}", "--{other} -1 --{name}", "--{other} a b"])
+def test_each_name_of_others_is_refused_in_one_line(form: str) -> None:
+    """With an equals sign or a word of its own, hyphens, values or none. Tried without passing over the value."""
+    words = " ".join(form.format(name=name, other=name.replace("_", "-")) for name in OURS)
+    value = "2e-5" if "=" in form else "…"
+    assert sorted(mistakes(*words.split())) == sorted(f"--{name}={value}: use {ours}" for name, ours in OURS.items())
+
+
+def test_each_name_of_others_is_one_thing_here() -> None:
+    """Tried with one behind two settings: the later one would win, silently."""
+    names = " ".join(THEIRS.values()).split()
+    names += " ".join(THEIRS_OF_TEXT.values()).split()  # room: text
+    assert len(names) == len(OURS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        ("--learning_rate 2e-5 --bf16 --epochs=x --gradient_accumulation_steps=4 --save-steps 500", [
+            "--learning_rate=…: use optim.lr",
+            "--bf16=…: use --mixed_precision bf16 before train.py, or fp16",
+            "--epochs=x: must be a valid integer, unable to parse string as an integer",
+            "--gradient_accumulation_steps=4: use global_batch_size, which counts all micro-batches of all "
+            "processes",
+            "--save_steps=…: use save_every, in steps",
+        ]),
+        # tried without: `more` is passed over, as what follows one of theirs
+        ("--fp16 --config a.yaml more", [
+            "more: not understood; settings are written --name=value",
+            "a.yaml: num_epochs: 3: use epochs",
+            "a.yaml: fsdp_config.fsdp_version: 2: use --config_file accelerate_configs/fsdp.yaml before "
+            "train.py",
+            "--fp16=…: use --mixed_precision bf16 before train.py, or fp16",
+        ]),
+        pytest.param("--model_name_or_path Qwen/Qwen3-0.6B --lora_target_modules=q_proj", [
+            "--model_name_or_path=…: use task.model (--task.name=causal_lm has it)",
+            "--lora_target_modules=q_proj: use task.lora.target_modules, a list (--task.name=causal_lm has it)",
+        ], marks=needs_text),
+    ],
+)  # fmt: skip
+def test_names_of_others_on_the_command_line_and_in_a_yaml(arguments: str, lines: list[str]) -> None:
+    """Among other mistakes. A yaml of axolotl's has many keys without a value."""
+    Path("a.yaml").write_text("num_epochs: 3\nfsdp_config: {fsdp_version: 2}\nadapter:")
+    assert sorted(mistakes(*arguments.split())) == sorted(lines)

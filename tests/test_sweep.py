@@ -2,15 +2,18 @@
 
 import json
 import signal
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+import yaml
 
 from src.config.errors import UserError
-from src.tools.sweep import finished, main, open_study, read_sweep, settings_of
-from tests.launching import Started, wait
+from src.tools.sweep import command_of, finished, main, open_study, read_sweep, settings_of
+from tests.launching import PROJECT, Started, wait
+from train import run_settings
 
 TRAINER = """\
 import json, os, pathlib, signal, sys, time
@@ -59,12 +62,10 @@ def study_of(file: str) -> optuna.Study:
 
 
 def trials(file: str) -> dict[str, str]:
-    """What became of each trial, by its folder."""
     return {trial.user_attrs["folder"]: trial.state.name for trial in study_of(file).trials}
 
 
 def test_a_grid_has_each_combination_once_and_names_the_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the tasks of a job array have it, too."""
     file = write(folder, parameters=SWEEP["parameters"] | {"seed": {"min": 0, "max": 1}})
     main([file])
     _header, *table, best = capsys.readouterr().out.splitlines()
@@ -132,11 +133,8 @@ def test_mistakes_of_a_file_get_a_line_each(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_sweep_that_is_stopped_or_killed_stops_its_trial_and_goes_on_with_it(
-    folder: Path, number: signal.Signals
-) -> None:
-    """It waits until the trial has saved, and says how to continue. Tried without that waiting, and without what the
-    kernel is asked for when the sweep is killed."""
+def test_a_sweep_that_is_stopped_or_killed_stops_its_trial_and_resumes_it(folder: Path, number: signal.Signals) -> None:
+    """Tried without waiting until it has saved, and without what the kernel is asked for when the sweep is killed."""
     slow = SWEEP["parameters"] | {"sleep": {"value": 100}}
     file = write(folder, parameters=slow, program=str(folder / "trainer.py"), name=str(folder / "s"))
     words = ["--config_file", "accelerate_configs/cpu.yaml", "src/tools/sweep.py", file]
@@ -153,3 +151,23 @@ def test_a_sweep_that_is_stopped_or_killed_stops_its_trial_and_goes_on_with_it(
             (waiting,) = study.get_trials(states=(optuna.trial.TrialState.WAITING,))
             assert waiting.user_attrs == {"folder": "trial-00"}
         wait((trial / "saved").exists, 30)
+
+
+@pytest.mark.parametrize("file", sorted((PROJECT / "sweeps").glob("*.yaml")), ids=lambda file: file.name)
+def test_wandbs_agent_starts_the_same_runs(folder: Path, file: Path) -> None:  # room: wandb
+    """With settings that are valid. Tried with ${args} left out of a file, and with a setting that is unknown."""
+    (folder / "configs").symlink_to(PROJECT / "configs")
+    (folder / "data/tinyshakespeare").mkdir(parents=True)
+    (folder / "data/tinyshakespeare/input.txt").write_text("which the header says how to get")
+    sweep = read_sweep(str(file))
+    settings = sweep.choose(optuna.create_study(sampler=sweep.sampler()).ask())
+    ours = command_of(sweep, settings, Path("runs/s/trial-00"), [])
+    content = yaml.safe_load(file.read_text())
+    theirs = import_module("wandb.sdk.launch.sweeps.utils")  # two seconds, which only this test needs
+    words = theirs.create_sweep_command_args({"args": {name: {"value": value} for name, value in settings.items()}})
+    words |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [content["program"]]}  # as wandb_agent.py
+    found = theirs.create_sweep_command(content["command"])
+    command = [text for word in found for text in words.get(word[2:-1], [word])]
+    assert {*ours} - {*command} == {"--run_name=s-trial-00", "--output_dir=runs/s/trial-00"}
+    assert {*command} <= {*ours}
+    run_settings(command[command.index("train.py") + 1 :])

@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import shutil
 import struct
 import sys
 import termios
@@ -12,39 +13,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import default_collate
 
-from tests.launching import PROJECT, WRITES_TO, Launch, needs, run_command
+from src.tasks.mnist import Mnist
+from src.tracking.summary import MOST_CHARACTERS, shown
+from tests.faults.runs import ALL, TINY, contents
+from tests.launching import PROJECT, WRITES_TO, Launch, Whole, needs, run_command
 
 CAN_EVALUATE = (PROJECT / "src/tools/evaluate.py").exists()
 SHORT = ("--max_steps=6", "--log_every=2", "--eval_every=3", "--save_every=3", "--task.source=digits")
 needs_text = needs("src/tasks/text/causal_lm.py")
-Shown = Callable[..., tuple[str, list[str]]]
-
-
-def screen(output: str) -> list[str]:
-    """What is on the screen in the end, scrolled back, if no line was longer than it is wide."""
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\r|\n|\x1b\[A|[^\r\n\x1b]+", output):
-        if part == "\r":
-            column = 0
-        elif part == "\n":
-            row += 1
-            lines += [""] * (row == len(lines))
-        elif part == "\x1b[A":
-            row -= 1
-        else:
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
-            column += len(part)
-    return [line.rstrip() for line in lines]
+Shown = Callable[..., str]
 
 
 @pytest.fixture
 def in_terminal(launch: Launch, tmp_path: Path) -> Shown:
-    """in_terminal(80, "ddp", "--max_steps=2"): what is written to a terminal of this width, and the screen in the end.
-    The run is runs/x in the test's folder."""
+    """in_terminal(80, "ddp", "--max_steps=2"): what the run runs/x writes to a terminal of this width."""
 
-    def run(width: int, config: str, *arguments: str, **more: Any) -> tuple[str, list[str]]:
+    def run(width: int, config: str, *arguments: str, **more: Any) -> str:
         ours, theirs = pty.openpty()
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
         chunks: list[bytes] = []
@@ -65,22 +54,20 @@ def in_terminal(launch: Launch, tmp_path: Path) -> Shown:
         os.close(theirs)
         output = b"".join(chunks)[:-1].decode()
         assert code == 0, output
-        return output, screen(output)
+        return output
 
     return run
 
 
 def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(in_terminal: Shown) -> None:
     """By the main process alone. Tried without a bar around the evaluation, and with bars on all processes."""
-    output, shown = in_terminal(120, "ddp", *SHORT)
-    commands = [line for line in shown if "python -m" in line]  # whole, to be copied
-    assert set(re.findall(r"\x1b\[[\d;?]*[A-Za-z]", output)) <= {"\x1b[A"}
+    output = in_terminal(120, "ddp", *SHORT)
+    assert set(re.findall(r"\x1b\[[\d;?]*[A-Za-z]", output)) <= {"\x1b[A"}  # no colours
     for expected in (" 50% ", "3/6  eta", "evaluating", "  batches", "saving"):
-        assert expected in output, shown
+        assert expected in output
     assert output.count("eta ?  batches") == 2  # evaluations begin, on one process
-    (last,) = [line for line in shown if line.startswith("100% █")]
-    assert re.search(r"6/6  eta 00:00  loss \d", last)
-    assert not [line for line in shown if "evaluating" in line or "batches evaluated" in line]
+    assert re.search(r"100% █.*6/6  eta 00:00  loss \d", output)
+    commands = [line.rstrip() for line in output.split("\n") if "python -m" in line]  # whole, to be copied
     assert commands == ["  evaluate   python -m src.tools.evaluate runs/x"][:CAN_EVALUATE]
 
 
@@ -95,13 +82,6 @@ def test_output_that_nobody_reads_ends_no_run(launch: Launch) -> None:
         run = launch("ddp", *SHORT, before=without_reader, **more)
         assert run.status == status | says
     assert len(run.losses) == 1
-
-
-def test_what_a_terminal_cannot_show_is_replaced(launch: Launch, tmp_path: Path) -> None:
-    """Tried without: UnicodeEncodeError, in ASCII, which PYTHONIOENCODING or the C locale may ask for."""
-    ascii = "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')"
-    run = launch("cpu", *SHORT, folder=tmp_path / "dé", before=ascii).succeeded()
-    assert f"  output     {tmp_path}/d?\n" in run.stdout
 
 
 KILLED = """
@@ -125,20 +105,88 @@ def test_a_process_that_is_killed_while_it_speaks_silences_no_other(tmp_path: Pa
 
 @needs_text
 def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tmp_path: Path) -> None:
-    """Tried with the bars that datasets draws: they stay on the screen."""
     text = f"To be, or not to be: {os.urandom(8).hex()}.\n"  # what was read once comes from the cache
     (tmp_path / "text.txt").write_text(text * 200)
     model = "{model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}"
     task = (f"--task.dataset={tmp_path}/text.txt", f"--task.architecture={model}", "--task.sequence_length=32")
-    output, shown = in_terminal(80, "cpu", "--task.name=causal_lm", *task, "--max_steps=2", "--global_batch_size=4")
+    output = in_terminal(80, "cpu", "--task.name=causal_lm", *task, "--max_steps=2", "--global_batch_size=4")
     assert "reading the training data" in output
     assert "tokenizing training data" in output
-    assert shown[0] == "causal_lm"
-    assert ("  talk       python -m src.tools.generate runs/x" in shown) == (PROJECT / "src/tools/generate.py").exists()
+    talk = "  talk       python -m src.tools.generate runs/x"
+    assert (talk in output) == (PROJECT / "src/tools/generate.py").exists()
 
 
 def test_a_dumb_terminal_gets_plain_lines(in_terminal: Shown) -> None:
     """As a pipe does (test_runs.py). Tried without a look at TERM: a bar."""
-    output, shown = in_terminal(80, "cpu", *SHORT, TERM="dumb")
+    output = in_terminal(80, "cpu", *SHORT, TERM="dumb")
     assert not re.search(r"[\x1b%█▁]", output)
-    assert len([line for line in shown if re.match("step +[246]/6  loss", line)]) == 3
+    assert len(re.findall("^step +[246]/6  loss", output, re.MULTILINE)) == 3
+
+
+def order(epoch: int) -> np.ndarray:
+    return np.random.default_rng([0, epoch]).permutation(1438)
+
+
+def digit(task: Mnist, index: int) -> str:
+    return task.preview(task.augmented(task.build_datasets()[0], [0, 0, 1]), index)
+
+
+def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(launch: Launch, tmp_path: Path) -> None:
+    """Tried with the lock, which makes the folders."""
+    run = launch("fsdp", *TINY, "--dry-run", folder=tmp_path / "a/b", wandb="offline").succeeded()
+    assert contents(tmp_path) == {}
+    assert run.stderr == ""
+    assert run.stdout.splitlines()[-1].startswith("dry run: 14 of 14 steps to take, evaluating every 8, saving")
+    assert ", 2 processes" in run.stdout
+    assert f"output     {tmp_path}/a/b" in run.stdout
+    task = Mnist(source="digits")
+    first = [f"training example {i}, in step 1:\n{digit(task, i)}" for i in order(epoch=0)[:2]]
+    assert "\n\n".join(first) in run.stdout
+
+
+def test_a_dry_run_loads_the_resume_point_and_touches_nothing(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Not even a damaged checkpoint: tried with their removal. It refuses what a run would."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole("ddp", *ALL).folder, folder)
+    assert "this run has finished" in launch("cpu", *TINY, "--dry-run", folder=folder).succeeded().stdout
+    damaged = folder / "checkpoints" / "step_00000014"
+    (damaged / "state.json").write_text("{}")
+    (folder / "checkpoints" / "tmp_step_00000009").mkdir()
+    before = contents(folder)
+    run = launch("fsdp", *TINY, "--max_steps=20", "--dry-run", folder=folder).succeeded()
+    assert f"skipped: {damaged}, state.json has " in run.stdout
+    assert "after step 12, from" in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("dry run: 8 of 20 steps to take")
+    assert f"training example {order(epoch=0)[12 * 16]}, in step 13:" in run.stdout
+    other = launch("cpu", *TINY, "--optim.lr=1", "--dry-run", folder=folder)
+    assert other.exit_code == 2
+    assert "of a run with other settings: optim.lr" in other.messages[0]
+    assert contents(folder) == before
+
+
+def test_an_example_is_shown_by_its_names_shapes_types_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without the case of no elements: torch refuses to take their minimum."""
+    monkeypatch.setattr(Mnist, "collate", lambda _, samples: default_collate(samples))
+    example = {"x": np.arange(5) / 8, "at": {"n": 3}, "boxes": torch.zeros(0, 4)}
+    shown = '{ "x": "torch.float64 (5,), 0 to 0.5", "at": { "n": 3 }, "boxes": [] }'
+    assert " ".join(Mnist().preview([example], 0).split()) == shown
+
+
+def test_what_contributes_is_green_in_a_terminal_and_in_brackets_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert shown("a⟦b⟧c") == "a⟦b⟧c"  # pytest captures the output
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert shown("a⟦b⟧c") == "a\x1b[32mb\x1b[0mc"
+    monkeypatch.setenv("TERM", "dumb")
+    assert shown("a⟦b⟧c") == "a⟦b⟧c"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown("a⟦b⟧c") == "a⟦b⟧c"
+
+
+def test_a_long_text_is_cut_with_what_was_left_out_and_cannot_control_the_terminal() -> None:
+    """Tried without closing the mark: all that follows is green."""
+    text = "x" * 10 + "⟦" + "y" * 9000 + "⟧z"
+    assert shown(text) == text[:MOST_CHARACTERS] + f"⟧\n… and {9013 - MOST_CHARACTERS:,} more characters"
+    assert shown("a\tb\n\x1b]0;title\x07\r\x9b2J") == "a\tb\n\ufffd]0;title\ufffd\ufffd\ufffd2J"

@@ -1,20 +1,71 @@
-"""trackio and TensorBoard have what metrics.jsonl has."""
+"""Trackers have what metrics.jsonl has; whatever happens to them, the training goes on, and is told once."""
 
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from textwrap import dedent
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trackio.sqlite_storage import SQLiteStorage
 
-from tests.faults.runs import lines, without_times
-from tests.launching import Run
-from tests.test_guarded import numbers
+from src.tracking import guard
+from src.tracking.guard import Guarded, Risky
+from tests.faults.runs import ALL, assert_same_run, checkpoints, curve, lines, without_times
+from tests.launching import BIN, Launch, Run, Whole, mistakes, run_command, slow
+from train import run_settings
+
+crash = RuntimeError("a bug\nof theirs")
 
 
-def test_they_have_each_record_over_a_kill_and_a_resume(recorded: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value by value, in one run each; trackio with the settings, but perhaps without the last records
-    of the killed session. TensorBoard keeps single precision. Tried without `purge_step`: it has steps twice."""
+def numbers(run: Run) -> list[dict[str, Any]]:
+    """Its records without times and tables: what every tracker has to have."""
+    return [{n: v for n, v in record.items() if not isinstance(v, list)} for record in curve(run)]
+
+
+def hang(*_: object) -> None:
+    time.sleep(10_000)
+
+
+@pytest.mark.parametrize(
+    ("method", "fault", "why", "calls"),
+    [
+        ("start", hang, "no answer for 0 seconds", "start abandon"),
+        ("log", hang, "no answer for 0 seconds", "start log abandon"),
+        ("end", hang, "no answer for 0 seconds", "start log log end abandon"),
+        ("start", crash, "a bug of theirs", "start abandon"),
+        ("end", crash, "a bug of theirs", "start log log end abandon"),
+        ("end", None, None, "start log log end"),
+    ],
+)
+def test_a_faulty_one_is_left(monkeypatch: pytest.MonkeyPatch, method: str, fault: Any, why: Any, calls: str) -> None:
+    """Tried without the thread: it waits forever."""
+    monkeypatch.setattr(guard, "START_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "HANG_SECONDS", 0.3)
+    recorder, said, began = Mock(spec=Risky, title="X"), list[str](), time.monotonic()
+    getattr(recorder, method).side_effect = fault
+    monkeypatch.setattr(guard, "say", said.append)
+    guarded = Guarded(recorder)
+    guarded.start()
+    for _ in range(2):
+        guarded.log({"step": 1}, {})
+        time.sleep(0.4 if method == "log" else 0)
+    guarded.end(None, None)
+    assert time.monotonic() < began + 5
+    time.sleep(0.1)
+    assert guarded.failure == why
+    assert " ".join(name for name, _, _ in recorder.method_calls) == calls
+    warning = f"WARNING: X failed ({why}); training continues, logged in metrics.jsonl"
+    assert said == ([warning] if why and method != "start" else [])
+
+
+def test_they_have_each_record(recorded: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # room: trackers
+    """But perhaps trackio the killed session's last. Tried without `purge_step`: TensorBoard has steps twice."""
     monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", recorded.folder.parent / "trackio")
     expected = numbers(recorded)
     (name,) = SQLiteStorage.get_runs("accelerate-template")
@@ -30,3 +81,130 @@ def test_they_have_each_record_over_a_kill_and_a_resume(recorded: Run, monkeypat
         shown = [(event.step, event.value) for event in events.Scalars(tag)]
         assert shown == [(r["step"], float(np.float32(r[tag]))) for r in expected if tag in r]
     assert [*lines(recorded, "trackio    trackio show"), *lines(recorded, "TB         tensorboard --logdir")]
+
+
+LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"  # room: wandb
+"""What is said of a service that was killed: by asyncio or by the system, whichever notices first."""
+
+
+@pytest.mark.parametrize(("signal", "why"), [("kill", LOST), slow("suspend", "no answer for 3 seconds")])
+def test_a_wandb_service_that_dies_or_hangs(launch: Launch, whole: Whole, signal: str, why: str) -> None:  # room: wandb
+    """The run goes on, its summary says so, and it ends. Tried without `abandon`: the process does not end."""
+    before = dedent(f"""
+        import psutil
+        from src.tracking import guard, wandb
+        guard.HANG_SECONDS = 3.0
+        log = wandb.WandbPart.log
+        def stop(self, record, tables):
+            log(self, record, tables)
+            if record["step"] == 3:
+                (service,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
+                service.{signal}()
+        wandb.WandbPart.log = stop
+    """)
+    run = launch("cpu", *ALL, wandb="offline", before=before).succeeded()
+    (line,) = [line for line in run.stdout.splitlines() if "W&B failed" in line or "Traceback" in line]
+    assert re.fullmatch(rf"WARNING: W&B failed \(({why})\); training continues, logged in metrics.jsonl", line)
+    assert re.fullmatch(why, run.summary["tracker_failures"]["W&B"])
+    assert_same_run(run, whole("cpu", *ALL))
+
+
+@pytest.fixture(scope="module")
+def sessions(recorded: Run) -> list[list[dict[str, Any]]]:  # room: wandb
+    """What W&B's offline files hold of the run, session by session."""
+    found = []
+    for file in sorted(recorded.folder.glob("wandb/offline-run-*/*.wandb")):
+        command = [str(BIN / "wandb"), "leet", "inspect", "--json", str(file)]
+        shown = run_command(command, recorded.folder).succeeded().stdout
+        found.append([json.loads(line) for line in shown.splitlines()])
+    return found
+
+
+def test_it_has_each_record_over_a_kill_and_a_resume(recorded: Run, sessions: Any) -> None:  # room: wandb
+    """Tables and pictures too, but the last 32 kB of a killed run. Tried without the id in a checkpoint: two runs."""
+    items = [[row["history"]["item"].items() for row in rows if "history" in row] for rows in sessions]
+    before, after = ([{n: v for n, v in item if n[0] != "_" and "." not in n} for item in rows] for rows in items)
+    *_, last = folders = sorted(recorded.folder.glob("wandb/offline-run-*"))
+    assert len({folder.name.split("-")[-1] for folder in folders}) == 1
+    expected = numbers(recorded)
+    assert without_times(after) == [record for record in expected if record["step"] > 8]
+    assert [record for record in without_times(before) if record not in expected] == []
+    tables = last.glob("files/media/table/eval/mistakes_*.json")
+    table = max(tables, key=lambda file: int(file.name.split("_")[1]))
+    shown = json.loads(table.read_text())["data"]
+    assert [row[1:] for row in shown] == [list(row.values())[1:] for row in recorded.records[-1]["eval/mistakes"]]
+    assert json.dumps(sessions[-1]).count(".png") >= len(shown)
+
+
+def test_it_has_the_model_and_the_checkpoints_as_artifacts(recorded: Run, sessions: Any) -> None:  # room: wandb
+    """By reference: nothing of them is copied. Tried with `copy`: no references."""
+    expected = {f"checkpoints/step_{step:08}": {"latest", f"step-{step}"} for step in checkpoints(recorded.folder)}
+    expected["model"] = {"latest"}
+    artifacts = [row["artifact"] for row in sessions[-1] if "artifact" in row]
+    artifacts = [artifact for artifact in artifacts if artifact["type"] in ("checkpoint", "model")]
+    for artifact, (name, aliases) in zip(artifacts, expected.items(), strict=True):
+        assert {*artifact["aliases"]} == aliases
+        files = {path.as_uri(): path.stat().st_size for path in (recorded.folder / name).iterdir()}
+        assert {entry["ref"]: int(entry["size"]) for entry in artifact["manifest"]["contents"]} == files
+    kept = recorded.folder.parent.glob("**/wandb/**/*")
+    assert max(path.stat().st_size for path in kept if path.is_file()) < 1_000_000  # of a model of 5 MB
+
+
+NO_ARTIFACT = "resume=wandb:me/digits/checkpoint-x:best: cannot be downloaded, "  # room: wandb
+FROM_ARTIFACT = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best")  # room: wandb
+
+
+def test_a_run_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
+    """The alias becomes a version. Tried without looking for it: it is downloaded a second time."""
+    monkeypatch.chdir(tmp_path)
+    source = whole("cpu", "--max_steps=4").folder / "checkpoints" / "step_00000004"
+    downloads: list[str] = []
+
+    def download(root: str) -> None:
+        downloads.append(root)
+        shutil.copytree(source, root, dirs_exist_ok=True)
+
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    api = Mock()
+    api.artifact.side_effect = lambda name: Mock(qualified_name=name.replace(":best", ":v3"), download=download)
+    monkeypatch.setattr("wandb.Api", lambda: api)
+    for _ in range(2):
+        config = run_settings([*FROM_ARTIFACT, "--max_steps=8"])
+        assert config.resume == "artifacts/me/digits/checkpoint-x:v3"
+    assert len(downloads) == 1
+
+
+def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # room: wandb
+    """Without credentials, a network, or such an artifact: one line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("wandb.login", lambda **_: False)
+    assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}no credentials: `wandb login` first"]
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setattr("wandb.Api", Mock(side_effect=ValueError("Unable to fetch\nan artifact")))
+    assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}Unable to fetch an artifact"]
+    monkeypatch.setattr("wandb.login", None)  # not called beside other mistakes
+    assert mistakes(*FROM_ARTIFACT, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]
+
+
+def test_a_model_from_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb+text
+    """As docs/tracking.md has it. Tried without: "no such folder"."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    artifact = Mock(
+        qualified_name="me/digits/model:v1", download=lambda root: Path(root).mkdir(parents=True, exist_ok=True)
+    )
+    monkeypatch.setattr("wandb.Api", lambda: Mock(artifact=lambda _: artifact))
+    words = ["--task.name=causal_lm", "--task.dataset=rows.jsonl", "--task.model=wandb:me/digits/model:latest"]
+    assert run_settings(words).task.model == "artifacts/me/digits/model:v1"
+    assert mistakes(*words, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]
+
+
+def test_other_settings_may_be_called_wandb(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
+    """Tried with any setting that begins with a scheme: it is downloaded."""
+    monkeypatch.setattr("wandb.login", None)
+    words = ("--task.source=digits", "--wandb.project=wandb")
+    assert [run_settings([*words, f"--run_name={name}"]).run_name for name in ("wandb", "wandb:a")] == [
+        "wandb",
+        "wandb:a",
+    ]

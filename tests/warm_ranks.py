@@ -1,10 +1,8 @@
 """Starts runs within a second: processes that are forked from one which has imported everything already.
 
-`accelerate launch` imports for 4 to 8 seconds in each process. This one imports once, reads a request a line (JSON, see
-`Request`) from its standard input, and answers each with the id of a process that stands in for the launcher: it works
-out the environment by Accelerate's own functions, forks the ranks, ends them all when one fails, and writes how they
-ended. A rank goes on as `python train.py` would: fresh standard streams, environment, arguments and `__main__`, and the
-interpreter's own end. tests/launching.py sends the requests.
+It reads a `Request` a line from its standard input, and answers each with the id of a process that stands in for the
+launcher: it works out the environment by Accelerate's own functions, forks the ranks, ends them all when one fails, and
+writes how they ended. A rank goes on as `python train.py` would. tests/launching.py sends the requests.
 """
 
 import argparse
@@ -50,22 +48,19 @@ KILLED = 124
 
 @dataclass(frozen=True)
 class Request:
-    """A run: what `accelerate launch` would be called with, and where."""
+    """A run: the launcher's words, with a script in `project`; the Python code that each rank executes before that; the
+    files to append its output to, and to write the exit code of the process that failed first into; and the seconds
+    after which it is killed."""
 
     words: list[str]
-    """Of the launcher, the script (a file in `project`) and its arguments."""
     before: str
-    """Python code that each rank executes before the script."""
     project: str
     cwd: str
     environment: dict[str, str]
     stdout: str
     stderr: str
-    """Files to append to."""
     result: str
-    """A file that is written at the end: the exit code of the process that failed first, or 0."""
     seconds: float
-    """The run is killed after these."""
 
 
 def warm() -> None:
@@ -137,7 +132,6 @@ def launched(words: list[str]) -> tuple[str, list[str], list[dict[str, str]]]:
     environments: list[dict[str, str]] = []
 
     def several(arguments: argparse.Namespace) -> None:
-        """The processes of all machines, where there are several."""
         shared = launch.prepare_multi_gpu_env(arguments)
         size, local = arguments.num_processes, arguments.num_processes // arguments.num_machines
         shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local)}
@@ -190,11 +184,7 @@ def seem(name: str, said: object) -> None:
 
 
 def wait_for(pids: list[int], seconds: float) -> int:
-    """Pass signals on, as torch's launcher does, and end all processes when one fails.
-
-    Returns:
-        The exit code of the process that failed first, or 0.
-    """
+    """Pass signals on, as torch's launcher does, and end all processes when one fails. Return that one's exit code."""
     signals: list[int] = []
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: signals.append(number))

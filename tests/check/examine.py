@@ -1,9 +1,5 @@
-"""Builds and examines a run in these processes again and again, each time with another fault planted in it.
-
-    accelerate launch … tests/check/examine.py OUTPUT.json MODULE YAML SETTINGS…
-
-It writes, for each of the module's FAULTS of this yaml by name, the rows that failed.
-"""
+"""Examines a run in these processes again and again, each time with another fault planted: for each of the module's
+FAULTS of this yaml, `… tests/check/examine.py OUTPUT.json MODULE YAML SETTINGS…` writes the rows that failed."""
 
 import json
 import sys

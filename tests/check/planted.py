@@ -30,17 +30,14 @@ PER_EPOCH = 90
 
 @dataclass
 class Fault:
-    """A fault and what --check has to say of it."""
+    """A fault under a yaml (some only show with shards, others only with replicas), the check that fails first and what
+    it says: the cause; and where a hook is put in place of a function, by its module or class."""
 
     name: str
     yaml: str
-    """What it is run under; some only show with shards, others only with replicas."""
     fails: str
-    """The check that fails first, and ends the examination."""
     says: str
-    """In what they say: the cause."""
     where: str
-    """The function, by its module or class."""
     hook: Hook
     arguments: tuple[str, ...] = ()
 
@@ -50,7 +47,6 @@ def rank() -> int:
 
 
 def put(patch: pytest.MonkeyPatch, where: str, hook: Hook) -> None:
-    """Put the hook in place of the function."""
     original = pkgutil.resolve_name(where)
     patch.setattr(where, lambda *args, **named: hook(original, *args, **named))
 

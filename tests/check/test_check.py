@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.check.planted import FAULTS
 from tests.faults.runs import ALL, TINY
-from tests.launching import MNIST, PROJECT, Launch, Run, Whole, slow
+from tests.launching import MNIST, PROJECT, QUIET, Launch, Run, Whole, slow
 
 CHECKS = ["Launch", "Data", "Same start", "Steps", "Cost", "Evaluation", "Checkpoint"]
 SMALL = "--global_batch_size=16"
@@ -45,7 +46,6 @@ def assert_all_is_well(run: Run) -> None:
     ],
 )
 def test_the_digits_are_well(launch: Launch, yaml: str, processes: int, arguments: tuple[str, ...]) -> None:
-    """And no table is made that nobody will see."""
     before = "import src.tasks.mnist; src.tasks.mnist.Mnist.tables = None"
     assert_all_is_well(launch(yaml, "--check", SMALL, *arguments, processes=processes, before=before))
 
@@ -73,7 +73,6 @@ def test_a_finished_run_is_examined_and_goes_on_afterwards(launch: Launch, whole
 
 
 def data_of(config: str) -> list[str]:
-    """What the config needs to find its data here."""
     if config in ("digits", "mnist", "mnist_reference"):
         return ["--task.name=mnist", f"--task.data_dir={MNIST}"]
     if config == "pretrain":
@@ -89,3 +88,48 @@ def data_of(config: str) -> list[str]:
 def test_every_shipped_config_is_well(launch: Launch, config: str, yaml: str) -> None:
     """The other strategies: test_the_digits_are_well."""
     assert_all_is_well(launch(yaml, "--check", f"--config=configs/{config}.yaml", *data_of(config)))
+
+
+BY_HAND = ("--config=configs/mnist.yaml", "--task.source=digits", "--optim.lr=3e-5", "--max_steps=25",
+            "--log_every=1", *QUIET)  # fmt: skip
+"""The end of an epoch is among the steps."""
+
+
+def test_by_hand_and_ddp_have_the_same_curve(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """With dropout, as both draw the same numbers. Tried without `set_epoch`: the second epoch is another one."""
+    run = launch("ddp", *BY_HAND, f"--output_dir={tmp_path}/run", script="src/check/reference.py").succeeded()
+    losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 25
+    assert losses == pytest.approx(whole("ddp", *BY_HAND).losses, rel=1e-5)
+
+
+SETTINGS = ("--task.source=digits", "--global_batch_size=16", "--epochs=4", *QUIET)
+
+
+@pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
+def test_each_fault_is_found_by_its_check(launch: Launch, tmp_path: Path, yaml: str) -> None:
+    output, faults = tmp_path / "found.json", {fault.name: fault for fault in FAULTS if fault.yaml == yaml}
+    launch(yaml, str(output), "tests.check.planted", yaml, *SETTINGS, script="tests/check/examine.py").succeeded()
+    found = json.loads(output.read_text())
+    assert found.keys() == faults.keys()
+    for name, fault in faults.items():
+        assert {row["check"] for row in found[name]} == {fault.fails}, (name, found[name])
+        assert fault.says in " ".join(row["measured"] + row["means"] for row in found[name]), (name, found[name])
+
+
+@pytest.mark.parametrize(
+    ("yaml", "fault", "runs"),
+    [
+        ("fsdp", "_fsdp_plugin = lambda *_: None", "DDP x 2"),
+        ("ddp", "Accelerator = lambda cpu, build=accelerator.Accelerator, **of: build(cpu=False, **of)",
+         "one process x 1"),
+    ],
+)  # fmt: skip
+def test_another_strategy_than_was_asked_for_ends_the_run(launch: Launch, yaml: str, fault: str, runs: str) -> None:
+    before = "from src.distributed import accelerator\naccelerator.refuse_another_strategy = lambda *_: None\n"
+    run = launch(yaml, "--check", before=f"{before}accelerator.{fault}")
+    assert run.exit_code == 1
+    assert "FAILED: Launch" in run.stdout
+    (failed,) = [row for row in rows(run) if row["means"]]
+    assert (failed["check"], failed["measured"]) == ("Launch", runs)
+    assert not json.loads((run.folder / "check.json").read_text())["passed"]

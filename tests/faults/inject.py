@@ -1,7 +1,4 @@
-"""Faults that `plant` puts into a process before it runs train.py: FAULT says which, FAULT_RANK where, FAULT_STEP when.
-
-Each fault patches what the fault would reach in real life: the loss, the file system, the process.
-"""
+"""Faults that `plant` puts into a process before train.py: FAULT says which, FAULT_RANK where, FAULT_STEP when."""
 
 import itertools
 import math
@@ -24,8 +21,7 @@ STEP = int(os.environ.get("FAULT_STEP", "0"))
 
 
 def before(owner: Any, name: str, fault: Callable[..., float | None]) -> None:
-    """Calls `fault` with the arguments of `owner.name` before each of its calls, and multiplies the result by what it
-    returns."""
+    """Call `fault` with the arguments of `owner.name` before each call, and multiply the result by what it returns."""
     original = getattr(owner, name)
 
     def patched(*arguments: Any, **named: Any) -> Any:

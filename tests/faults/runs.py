@@ -27,7 +27,6 @@ ALL = (*TINY, "--checkpoint.keep_last=9")
 """The same run, with all of its checkpoints."""
 
 WORKER = ("--num_workers=1",)
-"""A process that loads data."""
 
 
 ORIGIN = Origin(
@@ -38,7 +37,6 @@ ORIGIN = Origin(
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Of its files, and the folders."""
     return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
@@ -76,7 +74,6 @@ def found(folder: Path, *arguments: str) -> ResumePoint:
 
 
 def refusal(folder: Path, *arguments: str) -> list[str]:
-    """What it is refused with."""
     with pytest.raises(UserError) as error:
         found(folder, *arguments)
     return str(error.value).splitlines()

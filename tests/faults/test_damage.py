@@ -7,25 +7,29 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from src.checkpoint import files
-from src.checkpoint.compatibility import note_changes, require_same_data
+from src.checkpoint.compatibility import note_changes, require_same_data, require_whole_metrics
+from src.checkpoint.files import read_lines
 from src.checkpoint.integrity import problems
 from src.checkpoint.store import best_first
-from src.checkpoint.tensors import load_tensors, rank_state_dict, run_tensors
+from src.checkpoint.tensors import load_tensors
 from src.config.config import config_from
 from src.config.errors import UserError
 from src.config.groups import Checkpoint
 from src.tasks import TASKS
 from src.tasks.mnist import MnistCnn
+from src.tracking import tracker as tracking
+from src.training.progress import Progress
 from src.training.state import FORMAT_VERSION, Origin
 from tests.faults.runs import ALL, ORIGIN, TINY, assert_same_run, checkpoints, contents, cut_back, refusal, relist
 from tests.launching import Launch, Whole
+from train import run_settings
 
 SHARD, OTHER = (f"shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2))
 
@@ -142,10 +146,6 @@ def test_what_cannot_be_resumed_is_refused_and_left_as_it_is(run: Path, what: st
     assert contents(run) == before
 
 
-def test_a_checkpoint_may_have_any_other_name(run: Path) -> None:
-    assert list(problems((run / "checkpoints/step_00000012").rename(run / "the last one"))) == []
-
-
 def test_a_checkpoint_of_another_model_is_refused(run: Path) -> None:
     """Tried without comparing names and shapes."""
     wider = MnistCnn()
@@ -176,7 +176,6 @@ def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
         ({"max_steps": None}, {"max_steps": 901}, False),
         ({"max_steps": 901}, {"max_steps": None}, True),
         ({"epochs": 10, "max_steps": 100}, {"epochs": 9, "max_steps": 100}, True),
-        ({"epochs": 9, "max_steps": 1000}, {"epochs": 10, "max_steps": 1000}, False),
     ):
         before = config_from(origin.settings | then, TASKS)
         steps = before.schedule_steps(origin.examples)
@@ -214,10 +213,35 @@ def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
         assert [int(path.name.removeprefix("step_")) for path in best] == steps
 
 
-def test_each_tensor_is_saved_by_one_process_and_buffers_by_the_first() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    tensors = run_tensors(model, [])
-    shares = [set(rank_state_dict(tensors, rank, 3)) for rank in range(3)]
-    assert set.union(*shares) == set(tensors)
-    assert sum(map(len, shares)) == len(tensors)
-    assert {f"model.{name}" for name, _ in model.named_buffers()} <= shares[0]
+RECORDS = [{"step": 10, "train/loss": 1.0}, {"step": 20, "train/loss": None, "eval/mistakes": [{"label": "3"}]}]
+DAMAGED = [b'{"step": 5, "train/loss": 1', b"\0" * 90, b"\xff\xfe", b"5", b'{"train/loss": 9}', b"[" * 10**5, b""]
+
+
+def test_a_damaged_line_is_left_out_and_none_beside_it(tmp_path: Path) -> None:  # room: report sweep
+    """With each kind of damage between two records, and cut short by a kill. Tried with json.loads: a traceback."""
+    first, last = (json.dumps(record).encode() for record in RECORDS)
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"\n".join([first, *DAMAGED, last, b'{"step": 30, "tra']))
+    assert list(read_lines(file)) == [RECORDS[0], *[{}] * len(DAMAGED), RECORDS[1]]
+    assert list(read_lines(tmp_path / "absent")) == []
+
+
+def test_a_resume_takes_as_long_however_long_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here 2**40 bytes, which no machine could read. Tried with reading all of it: a MemoryError."""
+    last = b'\n{"step": 10, "train/loss": 1.0}\n'
+    config = run_settings([f"--output_dir={tmp_path}"]).model_copy(update={"trackers": []})
+    with (tmp_path / "metrics.jsonl").open("wb") as stream:
+        stream.truncate(2**40)
+        stream.seek(2**40)
+        stream.write(last)
+    state: Any = SimpleNamespace(metrics_bytes=2**40 + len(last), run_id=None)
+    require_whole_metrics(config, tmp_path / "step_00000010", state)
+    start: Any = SimpleNamespace(checkpoint=tmp_path, is_own=lambda _: True, own_state=lambda _: state)
+    of_the_run = {"progress": Progress(step=10), "launch": SimpleNamespace()}
+    run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, **of_the_run)
+    monkeypatch.setattr(tracking, "print_summary", lambda *_: None)
+    with tracking.Tracker(run, {}) as tracker:
+        assert tracker.state()["metrics_bytes"] == state.metrics_bytes
+    state.metrics_bytes += 1
+    with pytest.raises(UserError, match="restore it"):
+        require_whole_metrics(config, tmp_path / "step_00000010", state)

@@ -8,18 +8,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
-from accelerate import Accelerator
 
 from src.distributed.process import STOP_SIGNALS
-from src.distributed.stop import StopSignal
 from src.training.state import ResumePoint
 from tests.faults.runs import ALL, TINY, WORKER, assert_same_run, checkpoints, cut_back, found
 from tests.launching import WRITES_TO, Launch, Run, Started, Whole, launched, slow
-from train import run_settings
 
 LONG = ("--epochs=100", "--log_every=1", "--save_every=100000", *WORKER)
 """Too long to end by itself in a test, never saved but when told to, and with a process that loads data."""
@@ -45,8 +41,7 @@ def assert_preempted(run: Run, at_least: int = 5) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_signal_to_the_launcher(tmp_path: Path, yaml: str, number: signal.Signals, real: bool) -> None:
-    """Tried without: the handlers (nothing is saved), looking after the launcher (processes train on), and
-    ignore_signals_in_worker (the loaders die first)."""
+    """Tried without: handlers, looking after the launcher (they train on), ignore_signals_in_worker (loaders die)."""
     with Started(yaml, *LONG, folder=tmp_path / "run", real=real) as started:
         assert_preempted(started.wait_for("step      5/").send(number).ended(seconds=20))
 
@@ -67,8 +62,7 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, "done"), (signal.SIGTERM, "preempted")])
 def test_of_ignored_signals_only_sighup_stays_so(tmp_path: Path, number: signal.Signals, status: str) -> None:
-    """As nohup ignores it, unless torch's launcher is between; of slurm.sbatch's launcher, processes inherit that it
-    ignores SIGTERM. Tried with a handler in any case, and with none for any signal that is ignored."""
+    """As nohup and Slurm's launcher ignore them. Tried with handlers in any case, and with none for ignored signals."""
     ignored = f"import signal; signal.signal({int(number)}, signal.SIG_IGN)"
     with Started("cpu", *TINY, folder=tmp_path / "run", before=ignored) as started:
         started.wait_for("step      2/").send(number, to=started.trainers[0])
@@ -76,8 +70,7 @@ def test_of_ignored_signals_only_sighup_stays_so(tmp_path: Path, number: signal.
 
 
 def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(whole: Whole, tmp_path: Path) -> None:
-    """Of 23 batches of a second; by the command in status.json it is made again. Tried without asking in `evaluate`: 23
-    seconds; with the command of the process, not of its launcher: it has no second process."""
+    """Resumed by the command in status.json, it is made again. Tried without asking in `evaluate`: 23 seconds."""
     with Started("ddp", *TINY, folder=tmp_path / "run", FAULT="slow evaluation") as started:
         started.wait_for("step      8/")
         asked = time.monotonic()
@@ -93,8 +86,7 @@ def test_in_an_evaluation_it_does_not_wait_for_the_end_of_it(whole: Whole, tmp_p
 
 
 def test_a_signal_to_one_process_during_a_save(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """All stop after the same step, and both checkpoints are whole. Tried without the sum over processes: the others
-    wait for the one that left; without waiting for the save that is under way: one of the two is missing."""
+    """Tried without the sum over processes: the others wait; without waiting for the save under way: it is missing."""
     with Started("ddp", *TINY, folder=tmp_path / "run", FAULT="slow save", FAULT_STEP="4") as started:
         started.wait_for("step      5/").send(signal.SIGTERM, to=started.trainers[1])
         stopped = started.ended()
@@ -136,8 +128,7 @@ def test_max_hours_ends_the_same_way(launch: Launch) -> None:
     ],
 )  # fmt: skip
 def test_a_signal_during_the_start(tmp_path: Path, phase: str, number: signal.Signals) -> None:
-    """The next start begins. Tried with handlers from the first step on: exit code 138, and no status.json; with that
-    file among what makes a folder a run's: it is refused."""
+    """The next start begins. Tried with handlers from the first step on: exit code 138, and no status.json."""
     folder = tmp_path / "run"
     fault: dict[str, Any] = {"FAULT": "slow data"} if phase == "data" else {}
     with Started("cpu", *TINY, folder=folder, real=phase == "imports", **fault) as started:
@@ -185,23 +176,3 @@ def test_a_launcher_that_is_gone_leaves_no_orphan(tmp_path: Path, phase: str) ->
             started.wait_for("building the data")
         run = started.send(signal.SIGKILL).ended()
     assert not (run.folder / "metrics.jsonl").exists()
-
-
-def test_slow_batches_ask_one_by_one_and_quick_ones_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried without going back to each call: none of the last 20 asks; without doubling: each quick one does."""
-    clock = Mock(return_value=0.0)
-    monkeypatch.setattr("time.monotonic", clock)
-    stop = StopSignal(Accelerator(cpu=True), run_settings([]))
-    exchange = Mock(side_effect=stop.sums.begin)
-    monkeypatch.setattr(stop.sums, "begin", exchange)
-
-    def exchanges(calls: int, seconds: float) -> int:
-        exchange.reset_mock()
-        for _ in range(calls):
-            clock.return_value += seconds
-            assert not stop.any_requested()
-        return exchange.call_count
-
-    assert 0 < exchanges(1000, 0.005) < 50
-    exchanges(1000, 2.0)
-    assert exchanges(20, 2.0) == 20

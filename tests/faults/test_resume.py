@@ -56,24 +56,6 @@ def test_saved_under_any_strategy_and_resumed_under_any_other(
     assert f"saved under {saved.summary['strategy']} x {origin[1]}" in run.stdout
 
 
-TOLD = """
-from src.training.progress import Progress
-metrics = Progress.training_metrics
-def told(self, num_examples, is_fp16):
-    print(f"after step {self.step}: of {num_examples} examples")
-    return metrics(self, num_examples, is_fp16)
-Progress.training_metrics = told
-"""
-
-
-def test_the_first_record_is_of_all_since_the_last_one(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Whatever log_every is by then: its seconds are. Tried with the grid of the new log_every: 16 examples."""
-    folder = cut_back(whole("cpu", *ALL, "--log_every=5"), tmp_path / "run", 8)
-    run = launch("cpu", *ALL, folder=folder, before=TOLD).succeeded()
-    assert "after step 9: of 64 examples" in run.stdout
-    assert "after step 10: of 16 examples" in run.stdout
-
-
 EPOCH = (*TINY, "--max_steps=10", "--save_every=8", "--global_batch_size=200")
 """An epoch has 8 steps, the last of 38 examples: a checkpoint and an evaluation at its end."""
 ALL_TASKS = TASKS | {
@@ -105,9 +87,8 @@ TABLE += (  # room: text+examples
 def test_each_task_goes_on_to_the_last_bit(
     launch: Launch, whole: Whole, shared: Path, tmp_path: Path, name: str, yaml: str, processes: int
 ) -> None:
-    """With dropout, accumulation and packing, into the second epoch. Tried without: restoring the random numbers, the
-    optimizer and what was summed up since the last record; cutting the epoch's order and the record off; `step >
-    progress.evaluated` (the evaluation before the save comes twice); the remainder of the largest seed."""
+    """With dropout, accumulation and packing, into the second epoch. Tried without: restoring random numbers, optimizer
+    and sums, cutting order and record off, `step > progress.evaluated`, the remainder of the largest seed."""
     task = ALL_TASKS[name].ready(shared)
     expected = task.run(whole, yaml)
     run = task.run(launch, yaml, folder=cut_back(expected, tmp_path / "run", task.saved)).succeeded()
@@ -118,8 +99,7 @@ def test_each_task_goes_on_to_the_last_bit(
 
 
 def test_a_longer_run_goes_on_from_the_end(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Each record is the mean since the last, also over the end of the shorter. Tried without restoring what was
-    summed up: the first record after step 6 is of fewer steps."""
+    """Each record is the mean since the last. Tried without restoring what was summed up: it is of fewer steps."""
     expected, arguments, folder = whole("cpu", *ALL), (*TINY, "--log_every=4"), tmp_path / "run"
     shorter = launch("cpu", *arguments, "--max_steps=6", folder=folder).succeeded()
     assert (shorter.summary["step"], (folder / "model").is_dir()) == (6, True)
@@ -151,8 +131,7 @@ def move(folder: Path, to: Path) -> None:
 
 
 def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Rotation deletes no more of one that was moved by itself than the link; a finished run is left alone. Tried with
-    resolving the link: the record is cut to nothing."""
+    """Of a moved one, rotation deletes the link alone. Tried with resolving the link: the record is cut to nothing."""
     finished = whole("cpu", *ALL)
     folder = cut_back(finished, tmp_path / "run", 4, 8, 12)
     move(folder / "checkpoints" / "step_00000004", tmp_path / "alone")
@@ -168,8 +147,7 @@ def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Who
 
 
 def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Stopped right before its last evaluation, which it made when resumed, a run goes on for more steps, but not for
-    fewer. Tried without: it is cut off; with naming the own checkpoint: the run is a branch afterwards."""
+    """Made when resumed right before it. Tried without: it is cut off; with naming the own checkpoint: a branch."""
     finished = whole("cpu", *ALL)
     folder = cut_back(finished, tmp_path / "run", 12)
     own = f"{folder}/checkpoints/step_00000012"
@@ -208,9 +186,7 @@ def test_resuming_reads_no_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """From its own newest checkpoint, and while it has none from where it branched off, which each launch remembers
-    for the next; that run stays as it is. Tried without `config.origin` in config.yaml: the third launch starts
-    over."""
+    """Tried without `config.origin` in config.yaml: the third launch starts over."""
     trunk = whole("cpu", *ALL).folder
     origin, before = trunk / "checkpoints" / "step_00000012", contents(trunk)
     folder, branch, arguments = tmp_path / "run", f"--resume={origin}", (*TINY, "--save_every=5")

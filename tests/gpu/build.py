@@ -1,8 +1,5 @@
-"""GPUs for machines without one, whose operators the CPU computes: the null GPU with emulated_gpu.cpp, compiled here.
-
-`python -m tests.gpu.build [--null] [--devices=4] COMMAND...` runs COMMAND on emulated GPUs or, with --null, on GPUs
-that only count kernels.
-"""
+"""`python -m tests.gpu.build [--null] [--devices=4] COMMAND...` runs COMMAND on emulated GPUs, whose operators the CPU
+computes: the null GPU with emulated_gpu.cpp, compiled here. With --null, they only count kernels."""
 
 import argparse
 import os

@@ -1,7 +1,4 @@
-"""Steps of a run on the null GPU, and what they ask of it: kernels, copies, waits, allocations and collectives.
-
-`steps_of` starts `main` in a process of its own, which is rank 0 of any number: all others are taken to do as it does.
-"""
+"""Steps of a run on the null GPU, as rank 0 of any number, and the kernels, waits and allocations they ask for."""
 
 import collections
 import ctypes
@@ -27,8 +24,6 @@ FSDP = {
 
 @dataclass(frozen=True)
 class Probe:
-    """What `main` has seen."""
-
     steps: list[dict[str, int]]
     """Of each step, how often each thing happened, by the names that null_gpu.c gives them."""
     places: dict[str, int]

@@ -20,8 +20,7 @@ def prove(folder: Path, *arguments: str, **environment: str) -> Any:
 
 @pytest.mark.slow
 def test_each_row_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all is right that an emulated GPU can show: not memory and speed, nor the kernels of bitsandbytes and of
-    torchao, which it does not run."""
+    """But for memory, speed, and the kernels of bitsandbytes and of torchao, which an emulated GPU does not run."""
     monkeypatch.setattr("tests.launching.SECONDS", 900)
     run = prove(tmp_path, **emulated_environment())
     proof = json.loads((tmp_path / "proof.json").read_text())

@@ -1,5 +1,4 @@
-"""train.py on emulated GPUs, whose operators the CPU computes: what runs there is CUDA's dispatch, allocator, streams,
-NCCL's process groups and FSDP as on real ones, and the losses have to be the CPU's."""
+"""train.py on emulated GPUs, with CUDA's dispatch, allocator, streams and NCCL's groups: its losses are the CPU's."""
 
 import json
 from importlib import import_module
@@ -28,21 +27,15 @@ YAMLS = {
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]]:
-    """The arguments of each kind of language model."""
     tiny, folder = import_module("tests.text.tiny"), tmp_path_factory.mktemp("data")
     data = (*TEXT, f"--task.dataset={tiny.questions(folder / 'questions.jsonl')}")
     files = (*data, f"--task.model={tiny.llama(folder / 'llama')}")
     return {"llama": (*data, *SCRATCH), "llama_files": files, "llama_adapters": (*files, "--task.lora.r=4")}
 
 
-@pytest.mark.parametrize(
-    "yaml", ["single_gpu", *(slow(yaml) for yaml in YAMLS if yaml not in ("single_gpu", "fsdp_cp"))]
-)
-def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
-    gpu: Launch, whole: Whole, tmp_path: Path, yaml: str
-) -> None:
-    """Tried with each of these taken out: the question whether a device has an index, the move of offloaded shards to
-    the CPU, the filters of warnings in src/distributed/accelerator.py."""
+@pytest.mark.parametrize("yaml", ["single_gpu", *map(slow, sorted(YAMLS.keys() - {"single_gpu", "fsdp_cp"}))])
+def test_a_run_has_the_cpus_losses_resumes_and_exports(gpu: Launch, whole: Whole, tmp_path: Path, yaml: str) -> None:
+    """Tried without moving offloaded shards to the CPU, and without the filters of warnings in accelerator.py."""
     require_the_cpus_run(gpu, whole, tmp_path / "run", yaml, "--task.dropout=0", "--micro_batch_size=16")
 
 
@@ -56,9 +49,7 @@ def test_a_run_has_the_cpus_losses_continues_exactly_and_exports(
         *((yaml, "llama") for yaml in ("single_gpu", "fsdp")),
     ],
 )
-def test_so_has_one_of_a_language_model(
-    gpu: Launch, whole: Whole, text: dict[str, tuple[str, ...]], tmp_path: Path, yaml: str, kind: str
-) -> None:
+def test_so_has_a_language_model(gpu: Launch, whole: Whole, text: Any, tmp_path: Path, yaml: str, kind: str) -> None:
     require_the_cpus_run(gpu, whole, tmp_path / "run", yaml, *text[kind])
 
 
@@ -91,8 +82,7 @@ def require_the_cpus_run(gpu: Launch, whole: Whole, folder: Path, yaml: str, *ta
 def test_shared_sequences_have_the_losses_of_whole_ones_by_varlen_attention(
     gpu: Launch, text: Any, groups: int, parts: int, heads: tuple[int, int], rows: int
 ) -> None:
-    """Packed documents in bf16: within what it rounds a loss to, of FSDP on one GPU, which computes in the same types.
-    Tried with keys repeated in another order, and with positions that start anew in each part."""
+    """Within bf16's rounding of FSDP on one GPU. Tried with keys repeated in another order, and with positions anew."""
     shape = {"hidden_size": 8 * heads[0], "num_attention_heads": heads[0], "num_key_value_heads": heads[1],
              "initializer_range": 0.2}  # fmt: skip
     arguments = (*text["llama"], *(f"--task.architecture.{name}={value}" for name, value in shape.items()))
@@ -108,8 +98,7 @@ def test_shared_sequences_have_the_losses_of_whole_ones_by_varlen_attention(
 
 @pytest.mark.parametrize("optimizer", ["adamw", slow("adadelta"), slow("sgd")])
 def test_a_recorded_step_is_the_step(gpu: Launch, tmp_path: Path, optimizer: str) -> None:
-    """To the last bit, with dropout drawn anew in each replay, over ragged batches, and after a resume. Tried with the
-    learning rate set as a number: each replay repeats that of the step that was recorded."""
+    """With dropout, over ragged batches, after a resume. Tried with the rate as a number: each replay repeats it."""
     arguments = ("single_gpu", *SHORT, "--max_steps=25", f"--optim.name={optimizer}", "--optim.momentum=0.5")
     plain = gpu(*arguments).succeeded()
     for steps in (12, 25):
@@ -124,8 +113,7 @@ def test_a_recorded_step_is_the_step(gpu: Launch, tmp_path: Path, optimizer: str
 @needs("src/check")
 @pytest.mark.slow
 def test_the_check_passes_with_attention_that_is_not_reproducible(gpu: Launch, text: dict[str, Any]) -> None:
-    """The emulated kernel sums in another order each time, as flash attention does unless torch is asked strictly.
-    Tried with warn_only=True: `Checkpoint` fails."""
+    """As flash attention is unless torch is asked strictly. Tried with warn_only=True: `Checkpoint` fails."""
     run = gpu("single_gpu", *text["llama"], "--check", launcher_arguments=BF16).succeeded()
     found = {row["what"]: row["result"] for row in json.loads((run.folder / "check.json").read_text())["checks"]}
     assert found["losses and weights after resuming"] == "pass"

@@ -1,6 +1,5 @@
-"""Hosts on one machine: sets of Linux namespaces (network, name, processes, mounts), each with an address of its own on
-one network. A host ends with its first process, and so does all that runs in it. This needs root, and a machine that
-permits it."""
+"""Hosts on one machine: sets of Linux namespaces (network, name, processes, mounts), each with an address on one
+network. A host ends with its first process, and so does all that runs in it. This needs root."""
 
 import contextlib
 import os
@@ -12,8 +11,7 @@ from pathlib import Path
 from tests.launching import PROJECT, SECONDS, clean_environment
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
-"""Where Linux shows control groups of version 1, if it has them. In those, as most clusters do, Slurm keeps a step's
-processes, and passes signals only to those that srun started; without them it signals all of them."""
+"""Control groups of version 1, if there are any: where Slurm then keeps a step's processes, as most clusters do."""
 
 
 def why_not(*programs: str) -> str | None:
@@ -71,12 +69,7 @@ class Host:
 
 
 class Network(contextlib.ExitStack):
-    """Hosts by name, the first of which is the others' bridge; as a context manager it leaves nothing behind.
-
-    Args:
-        addresses: by name.
-        names: the lines of each one's /etc/hosts.
-    """
+    """Hosts by name, the first of which is the others' bridge, with addresses and the lines of /etc/hosts by name."""
 
     def __init__(self, folder: Path, addresses: dict[str, str], names: dict[str, str]) -> None:
         super().__init__()

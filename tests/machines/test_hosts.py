@@ -1,7 +1,4 @@
-"""Several machines, played by one (see hosts.py): they train as one would, and what goes wrong has one line.
-
-The hosts share the disk, as machines with a shared file system do.
-"""
+"""Several machines, played by one (see hosts.py), which share its disk: they train as one would."""
 
 import re
 import socket
@@ -11,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from src.distributed.machines import machine_differences
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Rounding, Run, Started, Whole, launch_words, slow
 from tests.machines.hosts import Network, why_not
 from tests.test_parity import DIGITS, TASKS, assert_same_curve
 
+pytestmark = pytest.mark.machines
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
@@ -35,7 +32,6 @@ class Two(Network):
         return self.enter_context(Started(yaml, words=words, folder=folder, real=True, within=within))
 
     def start(self, *arguments: Any, **launcher: Any) -> list[Started]:
-        """A run on both."""
         return [self.launch(host, *arguments, **launcher) for host in (1, 2)]
 
     def finish(self, *arguments: Any, **launcher: Any) -> Run:
@@ -46,9 +42,7 @@ class Two(Network):
 
 @needs_hosts
 @pytest.mark.parametrize(("yaml", "processes"), [("multi_node_ddp", 2), slow("multi_node_fsdp", 2), slow("hsdp", 4)])
-def test_two_hosts_give_the_curve_of_one_process(
-    whole: Whole, rounding: Rounding, tmp_path: Path, yaml: str, processes: int
-) -> None:
+def test_two_hosts_give_the_curve(whole: Whole, rounding: Rounding, tmp_path: Path, yaml: str, processes: int) -> None:
     """Gloo's interface is chosen: without, it takes the loopback, and each waits for the other until the timeout."""
     with Two(tmp_path) as hosts:
         run = hosts.finish(yaml, tmp_path / "run", *DIGITS, num_processes=processes)
@@ -64,18 +58,15 @@ def test_a_host_with_other_settings_is_refused_by_all_in_the_same_words(tmp_path
         runs = [hosts.launch(1, "multi_node_ddp", folder), hosts.launch(2, "multi_node_ddp", folder, *others)]
         for run in [started.result() for started in runs]:
             assert run.exit_code == 1, run.stderr
-            assert run.messages == [
-                "train.py: machine 1 (host2) has optim.lr 0.1; machine 0 (host1) has optim.lr 0.003"
-            ]
+            says = "train.py: machine 1 (host2) has optim.lr 0.1; machine 0 (host1) has optim.lr 0.003"
+            assert run.messages == [says]
             assert "exitcode  : 2" in run.stderr
             assert 'train.py", line' not in run.stderr, "a traceback"
     assert not folder.exists()
 
 
 @needs_hosts
-def test_after_a_host_died_the_run_goes_on_exactly_with_one_host_fewer(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
+def test_after_a_host_died_the_run_resumes_exactly_on_the_other(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Two(tmp_path) as hosts:
         first, _ = hosts.start("multi_node_ddp", folder, *SHORT)
@@ -88,9 +79,7 @@ def test_after_a_host_died_the_run_goes_on_exactly_with_one_host_fewer(
 
 @needs_hosts
 @pytest.mark.slow
-def test_after_a_cut_link_all_end_within_the_timeout_and_a_relaunch_goes_on_exactly(
-    whole: Whole, tmp_path: Path
-) -> None:
+def test_after_a_cut_link_all_end_within_the_timeout_and_a_relaunch_is_exact(whole: Whole, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Two(tmp_path) as hosts:
         first, second = hosts.start("multi_node_ddp", folder, *SHORT, "--timeout_minutes=0.3")
@@ -138,11 +127,3 @@ def test_a_machine_with_other_data_is_refused_by_all_in_the_same_words(launch: L
     kind = "has training data [0-9a-f]+"
     assert re.fullmatch(rf"train\.py: machine 1 \({here}\) {kind}; machine 0 \({here}\) {kind}", line)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_what_differs_is_named_on_one_line_per_machine() -> None:
-    first, other = {"torch": "2.15.0", "FSDP_VERSION": "2"}, {"torch": "2.14.0", "extra": "1"}
-    assert list(machine_differences([["a", first], ["b", first], ["c", other]])) == [
-        "machine 2 (c) has torch 2.14.0, FSDP_VERSION None, extra 1; "
-        "machine 0 (a) has torch 2.15.0, FSDP_VERSION 2, extra None"
-    ]

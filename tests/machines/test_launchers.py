@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from launchers import machine
 from tests.launching import PROJECT, QUIET, Launch, Run, Tool, Whole, clean_environment, wait
 
+pytestmark = pytest.mark.machines
 SERVICE, JOB = yaml.safe_load_all((PROJECT / "launchers/kubernetes.yaml").read_text())
 POD = JOB["spec"]["template"]["spec"]
 CONTAINER = POD["containers"][0]
@@ -133,12 +134,9 @@ def pods(folder: Path, port: int) -> list[psutil.Popen]:
     script = CONTAINER["args"][0].replace("train-0.train", "127.0.0.1").replace("29500", str(port)).rstrip()
     script += f" --output_dir={folder} --max_steps=60 --log_every=1 {' '.join(QUIET)}"
     environment = clean_environment(MACHINES="2", PROCESSES="2")
-    return [
-        psutil.Popen(
-            [*CONTAINER["command"], script], cwd=PROJECT, env=environment | {"JOB_COMPLETION_INDEX": str(index)}
-        )
-        for index in range(2)
-    ]
+    command = [*CONTAINER["command"], script]
+    environments = [environment | {"JOB_COMPLETION_INDEX": str(index)} for index in range(2)]
+    return [psutil.Popen(command, cwd=PROJECT, env=env) for env in environments]
 
 
 @pytest.mark.slow

@@ -1,18 +1,19 @@
-"""launchers/slurm.sbatch on a real slurmctld and three slurmd, each on a host of its own (see cluster.py)."""
+"""launchers/slurm.sbatch on a real slurmctld and three slurmd, each on a host of its own."""
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.launching import PROJECT, QUIET, WANDB, Run, Whole, needs
-from tests.machines.cluster import Cluster
-from tests.machines.hosts import why_not
+from tests.launching import BIN, PROJECT, QUIET, WANDB, Run, Whole, needs, wait
+from tests.machines.hosts import FREEZER, Network, why_not
 
 REASON = why_not("slurmctld", "slurmd", "sbatch", "munged")
-pytestmark = [needs("launchers/slurm.sbatch"), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+pytestmark = [pytest.mark.machines, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 STEPS = 80
 SETTINGS = (f"--max_steps={STEPS}", "--log_every=1")
 SINGLE = "accelerate_configs/cpu.yaml"
@@ -31,6 +32,78 @@ sleep 1
 echo '{"status": "preempted", "checkpoint": null}' > "$STATUS"
 exit 1
 """
+
+
+HOSTS = {"control": "10.87.21.100", "node1": "10.87.21.1", "node2": "10.87.21.2", "node3": "10.87.21.3"}
+CONF = """\
+ClusterName=test
+SlurmctldHost=control({control})
+SlurmUser=root
+# cred_expire: seconds before a requeued job starts again; 120 by default
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldLogFile={folder}/control.log
+SlurmdLogFile={folder}/%n.log
+SlurmctldPidFile={folder}/control.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/{tracking}
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=node1 NodeAddr={node1} CPUs=2
+NodeName=node2 NodeAddr={node2} CPUs=2
+NodeName=node3 NodeAddr={node3} CPUs=2
+PartitionName=normal Nodes=ALL Default=YES
+PartitionName=graceful Nodes=ALL GraceTime=60
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
+"""
+
+
+class Cluster(Network):
+    """Three nodes of two CPUs each."""
+
+    def __init__(self, folder: Path) -> None:
+        names = "".join(f"{address} {name}\n" for name, address in HOSTS.items()) + "127.0.0.1 localhost\n"
+        super().__init__(folder, HOSTS, dict.fromkeys(HOSTS, names))
+        self.folder, key = folder, folder / "munge.key"
+        self._environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{BIN}:{os.environ['PATH']}"}
+        self._environment |= {"GLOO_SOCKET_IFNAME": "eth0"}  # else gloo may choose lo, which leads to no other host
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        tracking = "cgroup" if FREEZER.is_dir() else "linuxproc"
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        (folder / "slurm.conf").write_text(CONF.format(folder=folder, tracking=tracking, **HOSTS))
+        kinds = {"key": "key-file", "socket": "socket", "log": "log-file", "pid": "pid-file", "seed": "seed-file"}
+        files = (f"--{option}={folder}/munge.{end}" for end, option in kinds.items())
+        self.hosts["control"]("munged", "--force", *files)
+        self("slurmctld", "-i")
+        for name in list(HOSTS)[1:]:
+            self.hosts[name]("slurmd", **self._environment)
+        self.wait_until(lambda: self("sinfo", "--noheader", "--format=%t").split() == ["idle"])
+
+    def __call__(self, *command: str, **environment: str) -> str:
+        """Run a command on the host of the controller. Return what it printed."""
+        return self.hosts["control"](*command, **self._environment, **environment)
+
+    def submit(self, *words: str, **environment: str) -> str:
+        """Submit launchers/slurm.sbatch with these options and settings. Return the job's number."""
+        own = [f"--output={self.folder}/%j.log"]
+        return self("sbatch", "--parsable", *own, *words, **environment).strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", number)))
+
+    def log(self, number: str) -> str:
+        file = self.folder / f"{number}.log"
+        return file.read_text() if file.exists() else ""
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        wait(condition, say=lambda: {file.name: file.read_text()[-3000:] for file in self.folder.glob("*.log")})
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +129,6 @@ class Job:
         return self.cluster.log(self.number)
 
     def wait_for(self, text: str) -> None:
-        """Until it has printed `text`."""
         self.cluster.wait_until(lambda: text in self.log)
 
     def ended(self) -> str:
@@ -137,9 +209,7 @@ def test_what_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["normal", "graceful"])
-def test_a_job_makes_room_for_an_urgent_one_and_goes_on(
-    cluster: Cluster, tmp_path: Path, whole: Whole, partition: str
-) -> None:
+def test_a_job_makes_room_for_an_urgent_one(cluster: Cluster, tmp_path: Path, whole: Whole, partition: str) -> None:
     """At once, with 30 seconds to save (KillWait), or within the partition's GraceTime."""
     job = submit(cluster, tmp_path / "run", *SETTINGS, options=("--nodes=2", "--exclusive", f"--partition={partition}"))
     job.wait_for("step      5/")
@@ -152,9 +222,7 @@ def test_a_job_makes_room_for_an_urgent_one_and_goes_on(
 
 
 @pytest.mark.slow
-def test_slurm_tells_it_to_save_before_its_time_ends_and_a_cancelled_job_stays_away(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_it_is_told_to_save_before_its_time_ends_and_cancelled_it_stays_away(cluster: Cluster, tmp_path: Path) -> None:
     """Of a single process too, whose launcher would not wait for it."""
     job = submit(cluster, tmp_path / "run", *ENDLESS, options=("--time=10", "--signal=TERM@60"), YAML=SINGLE)
     job.wait_for("step      5/")
