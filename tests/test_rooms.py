@@ -82,6 +82,11 @@ def test_the_core_has_no_marks() -> None:
     assert [path for path in paths if MARK.search(path.read_text())] == []
 
 
+def test_no_room_takes_along_what_is_done_without_it() -> None:
+    """A block that a mark is on goes with its room: `if not self.streaming:` took the download of other data along."""
+    assert [path for path in (PROJECT / "src").rglob("*.py") if re.search(r"if not .*# room:", path.read_text())] == []
+
+
 def test_nothing_names_what_goes_with_a_room(tmp_path: Path) -> None:
     """Each alone. Tried without the mark behind an import: it is not used any more, or names what is gone."""
     whole = copy_to(tmp_path / "whole")

@@ -56,6 +56,24 @@ def test_saved_under_any_strategy_and_resumed_under_any_other(
     assert f"saved under {saved.summary['strategy']} x {origin[1]}" in run.stdout
 
 
+TOLD = """
+from src.training.progress import Progress
+metrics = Progress.training_metrics
+def told(self, num_examples, is_fp16):
+    print(f"after step {self.step}: of {num_examples} examples")
+    return metrics(self, num_examples, is_fp16)
+Progress.training_metrics = told
+"""
+
+
+def test_the_first_record_is_of_all_since_the_last_one(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Whatever log_every is by then: its seconds are. Tried with the grid of the new log_every: 16 examples."""
+    folder = cut_back(whole("cpu", *ALL, "--log_every=5"), tmp_path / "run", 8)
+    run = launch("cpu", *ALL, folder=folder, before=TOLD).succeeded()
+    assert "after step 9: of 64 examples" in run.stdout
+    assert "after step 10: of 16 examples" in run.stdout
+
+
 EPOCH = (*TINY, "--max_steps=10", "--save_every=8", "--global_batch_size=200")
 """An epoch has 8 steps, the last of 38 examples: a checkpoint and an evaluation at its end."""
 ALL_TASKS = TASKS | {
