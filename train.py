@@ -29,11 +29,7 @@ from src.training.run import Run, begin_task, build_data, described, fingerprint
 
 
 def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, float]) -> StepResult:
-    """Run forward and backward over this process's shard of one global batch, then update the weights.
-
-    The loss is the mean over the targets (examples, tokens) of the *global* batch. The host doesn't wait for the
-    device, unless an optimizer can't skip a step by itself.
-    """
+    """Run forward and backward over this process's shard of one global batch, then update the weights."""
     accelerator, config, progress = run.accelerator, run.config, run.progress
 
     # ------------------------------------------------------------------------------------------ forward and backward
@@ -62,7 +58,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
     # ------------------------------------------------------------------------------------------------------- update
     lr = lr_at(progress.step, config.optim, *run.schedule)
     set_lr(run.optimizers, lr)
-    step_if_finite(run.optimizers, norm)  # the same on all processes
+    step_if_finite(run.optimizers, norm)  # on all processes or none; AdamW skips without the host waiting
     progress.step += 1
     return StepResult(counts, lr, loss_sum, norm)
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,12 +24,12 @@ from torch.utils.data import DataLoader
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import Side, arguments, launch
-from src.distributed.accelerator import build_accelerator, prepare
+from src.distributed.accelerator import prepare
 from src.distributed.cpu import tune_for_cpu
 from src.distributed.stop import StopSignal
 from src.tasks.metrics import Accuracy
-from src.tasks.mnist import MnistCnn, mnist
-from train import evaluate, run_settings
+from src.tasks.mnist import MnistCnn
+from train import build, evaluate, run_settings
 
 ROUNDS, TESTED = 9, 10_000
 
@@ -43,8 +42,10 @@ class Linear(nn.Linear):
 def measure_in_process(data_dir: str) -> None:
     """Measure as one of the two; the first writes its times."""
     config = run_settings(arguments({"task.data_dir": data_dir, "global_batch_size": 128}))
-    accelerator, _ = build_accelerator(config)
-    test_set: Any = mnist(data_dir)[1]  # torch's Dataset need not have a length
+    run = build(config)
+    assert run
+    accelerator = run.accelerator
+    test_set: Any = run.eval_set  # torch's Dataset need not have a length
     stop = StopSignal(accelerator, config)
 
     def seconds(count: Callable[[], int], counts: set[int]) -> float:
@@ -55,13 +56,9 @@ def measure_in_process(data_dir: str) -> None:
 
     def compare(model: nn.Module) -> list[list[float]]:
         tune_for_cpu(model)  # as train.py does; it speeds up both sides
-        model = prepare(accelerator, model)
+        model = run.model = prepare(accelerator, model)
         loader = accelerator.prepare(DataLoader(test_set, batch_size=64, collate_fn=config.task.collate))
         counts: set[int] = set()
-        where = {"device": accelerator.device, "is_main": accelerator.is_main_process}
-        where |= {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-        parts = {"config": config, "task": config.task, "accelerator": accelerator, "model": model}
-        run: Any = SimpleNamespace(eval_set=test_set, **parts, **where)
 
         def ours() -> int:
             evaluation = evaluate(run, stop)

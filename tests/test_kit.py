@@ -47,7 +47,24 @@ def test_files_and_tests_that_the_guides_name_exist() -> None:  # room: template
         chosen = {word for words in re.findall(r"-k ([^']+)", text) for word in re.findall(r"\w+", words)} - {"or"}
         assert chosen
         assert not [word for word in chosen if word not in tests], guide
-    assert read("AGENTS.md").count("\n") <= 40
+        assert read(guide).count("\n") <= 60
+
+
+def test_the_readme_is_short_and_shows_the_step_as_it_is() -> None:  # room: template
+    """Tried with another name in the step of train.py."""
+    assert read("README.md").count("\n") <= 120
+    (step,) = re.findall(r"^def train_step.*?^    return [^\n]*\n", read("train.py"), re.DOTALL | re.MULTILINE)
+    assert f"```python\n{step}```\n" in read("README.md")
+
+
+def test_each_page_asks_one_question_and_begins_with_an_example() -> None:  # room: template
+    """Tried with a title that is none, and with a command that comes later."""
+    pages = [*PROJECT.glob("docs/*.md")]
+    assert 0 < len(pages) <= 14
+    for page in pages:
+        title, *lines = page.read_text().splitlines()[:10]
+        assert re.fullmatch(r"# [^?]+\?", title), page
+        assert any(line.startswith(("```", "    ")) for line in lines), page
 
 
 def test_each_promise_names_tests_that_exist() -> None:  # room: template
