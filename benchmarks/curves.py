@@ -18,7 +18,7 @@ CURVES: dict[str, tuple[str, int]] = {
     "one process": ("cpu", 1),
     "DDP, 2 processes": ("ddp", 2),
     "FSDP, 4 processes": ("fsdp", 4),
-    "FSDP, 2 processes share each sequence": ("fsdp_cp", 2),
+    "FSDP, each sequence over 2": ("fsdp_cp", 2),
 }
 """The yaml and the number of processes of each column."""
 SETTINGS = {
@@ -38,7 +38,7 @@ SETTINGS = {
 def table(curves: dict[str, list[float]]) -> str:
     """Return the table in Markdown, from each column's losses."""
     first = next(iter(curves.values()))
-    rows = [["loss of step", *curves], ["--:"] * (1 + len(curves))]
+    rows = [["loss of step", *curves], ["---"] * (1 + len(curves))]
     rows += [[str(step), *(f"{losses[step - 1]:.4f}" for losses in curves.values())] for step in SHOWN]
     differences = [max(abs(a - b) for a, b in zip(losses, first, strict=True)) for losses in curves.values()]
     rows.append([f"largest difference in {STEPS} steps", "", *(f"{difference:.0e}" for difference in differences[1:])])

@@ -28,7 +28,7 @@ from src.distributed.accelerator import prepare
 from src.distributed.cpu import tune_for_cpu
 from src.distributed.stop import StopSignal
 from src.tasks.metrics import Accuracy
-from src.tasks.mnist import MnistCnn
+from src.tasks.mnist import MnistCnn, mnist
 from train import build, evaluate, run_settings
 
 ROUNDS, TESTED = 9, 10_000
@@ -45,7 +45,7 @@ def measure_in_process(data_dir: str) -> None:
     run = build(config)
     assert run
     accelerator = run.accelerator
-    test_set: Any = run.eval_set  # torch's Dataset need not have a length
+    test_set: Any = mnist(data_dir)[1]  # as a user's loader would read them: in batches
     stop = StopSignal(accelerator, config)
 
     def seconds(count: Callable[[], int], counts: set[int]) -> float:
