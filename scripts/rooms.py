@@ -24,7 +24,7 @@ FILES = {
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
     "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
-    "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py docs/sweeps.md",
+    "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics"
     " examples/weights.py examples/dpo.* examples/token_classification.*"
