@@ -29,7 +29,7 @@ FILES = {
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics"
     " examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_text.py src/tools/generate.py"
-    " docs/transformers.md docs/after-training.md",
+    " docs/transformers.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
     " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",
     "trackers": "src/tracking/accelerate_trackers.py",
@@ -47,6 +47,7 @@ SHARED = {
     "tests/test_trackers.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},
     "scripts/rooms.py": {*FILES},
+    "docs/after-training.md": {"text", "tools"},
     "docs/make-it-yours.md": {*FILES},
 }
 """Files that several rooms share, which go with the last of them."""
