@@ -24,12 +24,12 @@ FILES = {
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
     "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
-    "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py docs/sweeps.md",
+    "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics"
     " examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_text.py src/tools/generate.py"
-    " docs/transformers.md docs/after-training.md",
+    " docs/transformers.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
     " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",
     "trackers": "src/tracking/accelerate_trackers.py",
@@ -47,6 +47,7 @@ SHARED = {
     "tests/test_trackers.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},
     "scripts/rooms.py": {*FILES},
+    "docs/after-training.md": {"text", "tools"},
     "docs/make-it-yours.md": {*FILES},
 }
 """Files that several rooms share, which go with the last of them."""

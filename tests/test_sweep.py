@@ -1,4 +1,4 @@
-"""python -m src.tools.sweep: what is drawn, which trials go on, that nothing is lost or done twice. docs/sweeps.md."""
+"""python -m src.tools.sweep: what is drawn, which trials go on, nothing is lost or done twice. docs/running.md."""
 
 import json
 import signal

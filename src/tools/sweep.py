@@ -1,7 +1,7 @@
 """Run a W&B sweep file with Optuna, without W&B's server: python -m src.tools.sweep FILE [--trials=N] [--name=value]...
 
 Trials run one after the other; --name=value is a setting for all of them. The same command resumes a sweep that was
-stopped or killed. See docs/sweeps.md.
+stopped or killed. See docs/running.md.
 """
 
 import argparse
