@@ -1,4 +1,4 @@
-"""Write docs/sizes.md: the memory and speed of usual sizes of Llama on 1, 8 and 64 GPUs, as the plan has them.
+"""Write the memory and speed of usual sizes of Llama on 1, 8 and 64 GPUs, as the plan has them, into docs/figures.md.
 
     python -m benchmarks.sizes
 
@@ -6,6 +6,7 @@ Some minutes on two cores; no GPU is needed, and no weights.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,23 +19,11 @@ from transformers import LlamaConfig
 from benchmarks.runs import PROJECT
 from src.tasks.text.tokenizing import byte_tokenizer
 
-PAGE = PROJECT / "docs/sizes.md"
+PAGE = PROJECT / "docs/figures.md"
+TABLE = re.compile(r"(?<=<!-- sizes -->\n).*?(?=<!-- /sizes -->)", re.DOTALL)
 LENGTH = 4096
 GPUS = {1: "single_gpu", 8: "fsdp", 64: "fsdp"}
 """The yaml for each number of GPUs."""
-HEAD = """\
-# Sizes: what fits where
-
-What [`python -m src.tools.plan`](plan.md) predicts for Llamas of common sizes: one sequence of 4,096 tokens per GPU and
-forward pass, activations recomputed, AdamW, bf16 compute over fp32 weights (under adapters, frozen bf16 weights).
-`python -m benchmarks.sizes` generates this page. Nothing here was measured on a GPU: [plan.md](plan.md) says how far to
-trust the figures.
-
-Memory is GB per GPU, torch's peak allocation; an 80 GB GPU has 83.4 for it, a 24 GB one 23.8. Speed is tokens per
-second per GPU on H100s, 8 per machine; the smallest model is limited by the host, which was two slow cores. "none"
-means out of memory.
-
-"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,7 @@ def cells(entry: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the table."""
     lines = ["| model | trained | " + " | ".join(f"{n} GPU{'s' * (n > 1)}: GB | tokens/s" for n in GPUS) + " |"]
     lines.append("|---|---|" + "--:|" * 2 * len(GPUS))
     for size in SIZES:
@@ -110,7 +99,8 @@ def main() -> None:
             row = [size.name, goal, *(cell for entry in found.values() for cell in cells(entry))]
             lines.append("| " + " | ".join(row) + " |")
             print(lines[-1], flush=True)
-    PAGE.write_text(HEAD + "\n".join(lines) + "\n")
+    table = "".join(f"{line}\n" for line in lines)
+    PAGE.write_text(TABLE.sub(table, PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ FILES = {
     "cpu": "src/distributed/cpu.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu*.py .github/ISSUE_TEMPLATE/gpu.yml",
     "machines": "src/distributed/machines.py src/checkpoint/mirror.py launchers tests/machines tests/test_mirror.py"
-    " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md docs/slurm.md docs/kubernetes.md",
-    "plan": "src/tools/plan tests/test_plan.py tests/planning.py docs/plan.md docs/published.md docs/scaling.md"
-    " docs/sizes.md",
+    " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
+    "plan": "src/tools/plan tests/test_plan.py tests/planning.py docs/plan.md benchmarks/sizes.py"
+    " benchmarks/published.py benchmarks/h100_96gb.yaml",
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
     "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
