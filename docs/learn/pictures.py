@@ -52,7 +52,7 @@ def box(
     """Draw a box around words, with its lower left corner at (x, y)."""
     face = mpl.colors.to_rgba(colour, 0.35)
     axes.add_patch(mpl.patches.Rectangle((x, y), width, height, facecolor=face, edgecolor=colour, linewidth=1))
-    axes.text(x + width / 2, y + height / 2, words, ha="center", va="center_baseline", **how)
+    axes.text(x + width / 2, y + height / 2, words, **{"ha": "center", "va": "center_baseline"} | how)
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = INK) -> None:
@@ -72,9 +72,11 @@ def draw(picture: Callable[[Axes], None], height: float) -> str:
     return text.replace(INK, "currentColor").replace("<defs>", STYLE + "<defs>", 1)
 
 
-def exchange(axes: Axes, left: float, top: float, rows: list[str], title: str, size: str, cell: float) -> None:
+def exchange(axes: Axes, left: float, top: float, rows: list[str], title: str, size: str) -> None:
     """Draw each process's numbers before and after a collective: the colour says whose they were, grey is a sum."""
+    cell = 2.1
     axes.text(left + 4.5, top, title, fontweight="bold")
+    right = 0.0
     for rank, row in enumerate(rows):
         y = top - 4 - ROW * rank
         axes.text(left, y + ROW / 2, f"rank {rank}", va="center_baseline", fontsize=8)
@@ -84,18 +86,18 @@ def exchange(axes: Axes, left: float, top: float, rows: list[str], title: str, s
             for i, n in enumerate(numbers):
                 colour = RANKS[n // 10] if n < 10 * len(rows) else GREY
                 box(axes, x + cell * i, y, cell, ROW, str(n), colour, fontsize=8)
-        last = after + cell * max(len(old), len(new))
+        right = max(right, after + cell * max(len(old), len(new)))
     arrow(axes, (after - 3, y + 2 * ROW), (after - 0.6, y + 2 * ROW))
-    axes.text(last, top, size, ha="right", fontsize=8)
+    axes.text(right, top, size, ha="right", fontsize=8)
 
 
 def collectives(axes: Axes) -> None:
     """Each process's numbers before and after each collective."""
-    places = ((0, 66), (0, 49), (28, 66), (28, 49), (0, 32), (28, 32), (56, 32), (0, 15))
+    places = ((0, 66), (0, 49), (27, 66), (27, 49), (0, 32), (27, 32), (54, 32), (0, 15))
     for (left, top), table in zip(places, printed("collectives").split("\n\n"), strict=True):
         title, *rows = table.splitlines()
         name, size = find(r"^(.{16}).*= (\d+ bytes), N", title)
-        exchange(axes, left, top, rows, name.strip(), f"{size} sent", 2.2)
+        exchange(axes, left, top, rows, name.strip(), f"{size} sent")
     for rank, (x, y) in enumerate([(46, 10), (60, 10), (60, 3), (46, 3)]):
         box(axes, x, y, 10, 4, f"rank {rank}", RANKS[rank])
     for start, end in (((56, 12), (60, 12)), ((65, 10), (65, 7)), ((60, 5), (56, 5)), ((51, 7), (51, 10))):
@@ -108,11 +110,11 @@ def data_parallel(axes: Axes) -> None:
     unit = 4.4
     for i, line in enumerate(printed("data-parallelism").splitlines()):
         name, losses, events = find(r"^(.{13})([\d. ]+)  ([gR]+) ", line)
-        top = 31 - 13.5 * i
+        top = 35 - 13.5 * i
         axes.text(1, top + 4.5, name.strip(), fontweight="bold")
         axes.text(15, top + 4.5, f"losses {'  '.join(losses.split())}", fontsize=8)
         ready, free, length = 0.0, 0.0, unit * events.count("g") / max(events.count("R"), 1)
-        for y, what in ((top, "backward"), (top - 4, "sends")):
+        for y, what in ((top, "backward"), (top - 4, "sends"))[: 1 + ("R" in events)]:
             axes.text(1, y + 1.5, what, va="center_baseline", fontsize=8)
         for event in events:
             if event == "g":
@@ -144,7 +146,7 @@ def optimizer_sharding(axes: Axes) -> None:
         middle = left + sum(parts[:rank]) + parts[rank] / 2
         width = 2 * parts[rank]
         inner = min(max(middle - width / 2, left), left + 17 - width)
-        box(axes, inner, 21, width, 5, f"Adam's state\n{state}", RANKS[rank], fontsize=8, linespacing=1.3)
+        box(axes, inner, 21, width, 5, f"Adam's state\n{state}", RANKS[rank], fontsize=7.5, linespacing=1.3)
         for other in range(4):
             outer = 2 + 20 * other + sum(parts[:rank]) + parts[rank] / 2
             arrow(axes, (outer, 36.7), (middle, 26.3), RANKS[rank])
@@ -190,8 +192,8 @@ def precision(axes: Axes) -> None:
     ):
         axes.text(2, y + 1.5, name, va="center_baseline", fontweight="bold")
         box(axes, at(low), y, at(high) - at(low), 3, colour=RANKS[0])
-        words, left = f"{steps} from 1 to 2; 1 + 1,000 x 0.001 = {total}", at(high) + 1 if name == "fp16" else at(-24)
-        axes.text(left, y + 1.5, words, va="center_baseline", fontsize=8.5)
+        words = f"{steps} from 1 to 2; 1 + 1,000 x 0.001 = {total}"
+        axes.text(at(17.5), y + 1.5, words, va="center_baseline", fontsize=8)
     for power in (-149, -100, -50, 0, 50, 100, 128):
         axes.text(at(power), 61, f"$2^{{{power}}}$", ha="center", fontsize=9)
     small = math.log2(float(tiny))
@@ -202,10 +204,10 @@ def precision(axes: Axes) -> None:
     axes.text(at(large) + 1, 40.5, f"with loss scale {scale}: {scaled}", va="center_baseline", fontsize=9)
     ways = re.findall(r"^(.+?) +loss (\S+) +off by +(\S+)$", says, re.MULTILINE)
     for i, (way, loss, off) in enumerate(ways):
-        y = 31 - 3.6 * i
-        axes.text(2, y + 1.2, way, va="center_baseline", fontsize=9)
-        box(axes, 28, y, 30 * float(off), 2.4, colour=RANKS[1] if float(off) else RANKS[2])
-        axes.text(29 + 30 * float(off), y + 1.2, f"loss {loss}, off by {off}", va="center_baseline", fontsize=9)
+        middle = 32.2 - 3.6 * i
+        axes.text(2, middle, way, va="center_baseline", fontsize=9)
+        box(axes, 28, middle - 1.2, 30 * float(off), 2.4, colour=RANKS[1] if float(off) else RANKS[2])
+        axes.text(29 + 30 * float(off), middle, f"loss {loss}, off by {off}", va="center_baseline", fontsize=9)
 
 
 def long_sequences(axes: Axes) -> None:
@@ -229,9 +231,9 @@ def long_sequences(axes: Axes) -> None:
     for group in range(4):
         axes.text(1, 33.7 - 3.4 * group, f"group {group}", va="center_baseline", fontsize=8)
     axes.text(1, 19.3, "tokens", va="center_baseline", fontsize=8)
-    for left, words in ((26.3, "all-to-all\nof q, k, v"), (53.3, "all-to-all\nof results")):
-        arrow(axes, (left, 28.6), (left + 8, 28.6))
-        axes.text(left + 4, 31.5, words, ha="center", va="center", fontsize=8)
+    for start, words in ((26.3, "all-to-all\nof q, k, v"), (53.3, "all-to-all\nof results")):
+        arrow(axes, (start, 28.6), (start + 8, 28.6))
+        axes.text(start + 4, 31.5, words, ha="center", va="center", fontsize=8)
     for rank in range(4):
         box(axes, 35 + 11 * rank, 12.5, 9, 3, f"rank {rank}", RANKS[rank], fontsize=8)
     axes.text(1, 14, "colours: who has them", va="center_baseline", fontsize=9)
@@ -247,23 +249,23 @@ def from_here(axes: Axes) -> None:
     """The collectives of a step in their order, by the line of train_step that calls them, in bytes."""
     colours = dict(zip(("allreduce", "allgather", "reduce_scatter"), RANKS, strict=False))
     for i, (kind, colour) in enumerate(colours.items()):
-        box(axes, 38 + 14 * i, 65.6, 13, 3, kind, colour, fontsize=8)
-    top = 66.0
+        box(axes, 41 + 13 * i, 63.6, 12, 3, kind, colour, fontsize=8)
+    top = 64.0
     for says in (printed("train", 0), printed("train", 1)):
-        axes.text(1, top, says.split(",")[0], fontweight="bold")
+        axes.text(1, top, says.splitlines()[0], fontweight="bold")
         calls = re.findall(r"^(\w+) +(\S+) bytes  (.*)$", says, re.MULTILINE)
         for line in dict.fromkeys(line for _, _, line in calls):
             axes.text(1, top - 2.8, line, fontsize=8)
             for i, (kind, size, caller) in enumerate(calls):
                 if caller == line:
-                    box(axes, 1 + 3 * i, top - 9.8, 3, 6.2, size, colours[kind], fontsize=7.5, rotation=90)
+                    box(axes, 1 + 3 * i, top - 9.8, 3, 6.2, size, colours[kind], va="center", fontsize=7.5, rotation=90)
             top -= 9.8
         top -= 5
 
 
 PICTURES: dict[Callable[[Axes], None], int] = {
-    collectives: 69, data_parallel: 40, optimizer_sharding: 47, fully_sharded: 57, precision: 64, long_sequences: 41,
-    from_here: 69,
+    collectives: 69, data_parallel: 43, optimizer_sharding: 47, fully_sharded: 57, precision: 64, long_sequences: 41,
+    from_here: 67,
 }  # fmt: skip
 """The pictures and their heights, in units."""
 
