@@ -180,7 +180,8 @@ def precision(axes: Axes) -> None:
     """The powers of 2 that each format covers, what the loss scale does, and how far off each wrong way is."""
     says = printed("precision")
     sums = find(r"0.001: +fp32 (\S+) +fp16 (\S+) +bf16 (\S+)$", says)
-    tiny, unscaled, scale, scaled = find(r"a gradient of (\S+): fp16 (\S+) +fp16 with loss scale (\d+) (\S+)", says)
+    pattern = r"a gradient of (\S+): fp16 (\S+) +fp16 with loss scale (\d+) (\S+) +bf16 (\S+)"
+    tiny, unscaled, scale, scaled, in_bf16 = find(pattern, says)
 
     def at(power: float) -> float:
         return 10 + (power + 150) * 68 / 280
@@ -192,14 +193,14 @@ def precision(axes: Axes) -> None:
     ):
         axes.text(2, y + 1.5, name, va="center_baseline", fontweight="bold")
         box(axes, at(low), y, at(high) - at(low), 3, colour=RANKS[0])
-        words = f"{steps} from 1 to 2; 1 + 1,000 x 0.001 = {total}"
-        axes.text(at(17.5), y + 1.5, words, va="center_baseline", fontsize=8)
+        words, left = f"{steps} from 1 to 2; 1 + 1,000 x 0.001 = {total}", at(17 if name == "fp16" else -24)
+        axes.text(left, y + 1.5, words, va="center_baseline", fontsize=8)
     for power in (-149, -100, -50, 0, 50, 100, 128):
         axes.text(at(power), 61, f"$2^{{{power}}}$", ha="center", fontsize=9)
     small = math.log2(float(tiny))
     large = small + math.log2(int(scale))
     arrow(axes, (at(small), 40.5), (at(large), 40.5))
-    words = f"a gradient of {tiny}, {unscaled} in fp16"
+    words = f"a gradient of {tiny}: {in_bf16} in bf16, {unscaled} in fp16"
     axes.text(at(small) - 1, 40.5, words, ha="right", va="center_baseline", fontsize=9)
     axes.text(at(large) + 1, 40.5, f"with loss scale {scale}: {scaled}", va="center_baseline", fontsize=9)
     ways = re.findall(r"^(.+?) +loss (\S+) +off by +(\S+)$", says, re.MULTILINE)
