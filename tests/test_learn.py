@@ -44,16 +44,8 @@ def command(lesson: str) -> tuple[str, int]:
 
 
 def check_output(run: Run, said: str) -> None:
-    """Timings may differ, and in which of DDP's buckets a small gradient is: two are taken for one."""
-    two = r"allreduce +([\d,]+) bytes  (.*backward.*)\nallreduce +([\d,]+) bytes  .*backward.*"
-
-    def one(found: re.Match[str]) -> str:
-        return f"{sum(int(found[i].replace(',', '')) for i in (1, 3))} bytes  {found[2]}"
-
-    printed, said = (
-        re.sub(two, one, re.sub(r" *[\d.,]+ (ms|MB/s|times)\b", r" # \1", text).strip())
-        for text in (run.succeeded().stdout, said)
-    )
+    """Timings may differ."""
+    printed, said = (re.sub(r" *[\d.,]+ ms\b", " # ms", text).strip() for text in (run.succeeded().stdout, said))
     assert printed == said
 
 
