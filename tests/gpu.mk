@@ -13,4 +13,4 @@ test-gpu: setup  ## run the GPU tests on emulated GPUs, 15 minutes: tests/gpu, a
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu $(XDIST) $(ARGS)
 	@OMP_NUM_THREADS=1 TESTS_USE_GPUS=1 $(BIN)/python -m tests.gpu.build --devices=4 $(BIN)/python -m pytest -m 'not slow' $(CANNOT) $(XDIST) \
 		tests/test_parity.py tests/faults $(wildcard tests/check) \
-		$(patsubst %,'%::test_the_file_prints_what_its_page_says[larger-6-train.md]',$(wildcard tests/test_learn.py)) $(ARGS)
+		$(patsubst %,'%::test_the_file_prints_what_its_page_says[larger-7-train.md]',$(wildcard tests/test_learn.py)) $(ARGS)

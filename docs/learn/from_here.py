@@ -3,6 +3,7 @@
 import sys
 import threading
 import traceback
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,19 +25,18 @@ STEPS, MAIN_THREAD = 3, threading.get_ident()
 
 
 class Collectives(TorchDispatchMode):
-    """Notes each collective, whoever calls it: its name, the whole tensor's size, the calling line of train_step."""
+    """Notes each collective, whoever calls it: its name, the calling line of train_step, the whole tensor's size."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.notes: list[str] = []
+        self.notes: list[tuple[str, str, int]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace == "c10d":
             size = max(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor))
             stack = traceback.extract_stack(sys._current_frames()[MAIN_THREAD])  # on a GPU, backward runs in another
             line = [frame.line for frame in stack if frame.name in ("<module>", "train_step")][-1]
-            name = op.name().removeprefix("c10d::").replace("_base", "").strip("_")
-            self.notes.append(f"{name:15}{size:10,} bytes  {line}")
+            self.notes.append((op.name().removeprefix("c10d::").replace("_base", "").strip("_"), str(line), size))
         return op(*args, **(kwargs or {}))
 
 
@@ -74,6 +74,8 @@ for step in range(STEPS):
     assert abs(losses[-1] - expected) < 1e-5, f"step {step + 1}: {losses[-1]:.3f}, not {expected:.3f}"
 if run.is_main:
     print(f"{run.launch.strategy} x {run.world_size}, losses as by hand:", *(f"{loss:.3f}" for loss in losses))
-    print(f"step {STEPS} called", *collectives.notes, sep="\n")
+    print(f"step {STEPS} called")
+    for (name, line), notes in groupby(collectives.notes, key=lambda note: note[:2]):
+        print(f"{len(sizes := [note[2] for note in notes])} {name:15}{sum(sizes):10,} bytes  {line}")
 run.accelerator.wait_for_everyone()
 run.accelerator.end_training()

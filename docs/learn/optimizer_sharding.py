@@ -65,7 +65,7 @@ def train(name: str, sharded: Any, own: slice) -> Tensor:
         assert sum(states) == 2 * weights, f"{name}: not two averages for each number: {states}"
     if rank == 0:
         sent = " + ".join(f"{n} {str(op).removeprefix('c10d.').strip('_')}" for op, n in comm.get_comm_counts().items())
-        print(f"{name:25}{curve[0]:.4f} {curve[-1]:.4f}  {sent or '-':30}{weights}   {' '.join(map(str, states))}")
+        print(f"{name:25}{curve[0]:.4f} {curve[-1]:.4f}  {sent or '-':30}{weights:,} ", *(f"{n:,}" for n in states))
     return curve
 
 
