@@ -66,12 +66,12 @@ class Request:
 def warm() -> None:
     """Import the libraries and every module of the project."""
     own = [module.name for module in pkgutil.walk_packages(src.__path__, "src.")]
-    installed = [name for name in LIBRARIES if find_spec(name.partition(".")[0])]  # some may have been thrown out
+    installed = [name for name in LIBRARIES if find_spec(name.partition(".")[0])]  # some may not be needed here
     for name in [*installed, *own]:
         if not name.endswith(("__main__", "tracking.wandb")):
             importlib.import_module(name)
     run_settings([])  # pydantic looks up the source of all settings
-    # Curves take as long to draw as a short run: test_report.py draws them.  # room: report
+    # Curves take as long to draw as a short run: a report draws them.  # room: report
     figures.draw_curves = lambda *_, **__: ""  # room: report
     del sys.modules["src.distributed.early"]  # each rank imports it by itself: it catches signals
     gc.collect()
