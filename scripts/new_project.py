@@ -33,8 +33,10 @@ from rooms import ABOUT, remove_marks, throw_out
 
 ALWAYS = ("benchmarks", "course", "examples", "gpu", "template")
 """The rooms that no new project has."""
-PAGES = ("running", "stopping-and-resuming", "tracking", "check", "machines", "plan", "transformers", "streaming")
-PAGES += ("after-training",)
+PAGES = (
+    "running", "stopping-and-resuming", "tracking", "check", "machines", "plan", "transformers", "streaming",
+    "after-training",
+)  # fmt: skip
 """The pages that it has, if their rooms stay."""
 STUBS = TEMPLATE / "scripts/stubs"
 ITS_DATA = "`build_datasets` in [{code}]({code}) reads the data."
