@@ -23,13 +23,13 @@ WORDS = {
     "report": r"report\.html|\bthe report\b",
     "streaming": r"task\.(streaming|sources)|\bstream(s|ed|ing)\b",
     "sweep": r"\b[sS]weeps?\b|Optuna",
-    "text": r"transformers?\b|tokeniz|causal_lm|text_classification|[lL]anguage model|\badapters?\b|LoRA|PEFT"
+    "text": r"\btransformers\b|tokeniz|causal_lm|text_classification|[lL]anguage model|\badapters?\b|LoRA|PEFT"
     r"|\[text|bitsandbytes|\bchats?\b|4-bit|MiniLM|Qwen|Llama",
     "tools": r"\bsrc\.tools\.(evaluate|generate|checkpoints)",
     "trackers": r"trackio|TensorBoard|tensorboard",
     "wandb": r"W&B|wandb|Weights & Biases",
     "template": r"this project|this template|make (chat|new|classify)|\bpromise|benchmark|tutorial|\brooms?\b"
-    r"|the tests|\bCI\b|uv\.lock|uv lock",
+    r"|the tests|\bCI\b|uv\.lock|uv lock|\d passed|make test-oldest",
 }
 """What names a room without naming one of its files."""
 TOP = "accelerate_configs|benchmarks|configs|docs|examples|launchers|null_gpu|scripts|src|sweeps|tests"
@@ -146,7 +146,10 @@ def cut_block(block: str, is_gone: Gone) -> str:
     if block.startswith("|"):
         head, rule, *rows = block.split("\n")
         cells = [[cut_prose(cell.strip(), is_gone) for cell in row.strip("|").split(" | ")] for row in rows]
-        kept = [f"| {' | '.join(row)} |" for row, old in zip(cells, rows, strict=True) if is_whole(row, old)]
+        kept, is_kept = [], True
+        for row, old in zip(cells, rows, strict=True):
+            is_kept = is_whole(row, old) and (is_kept or bool(row[0]))  # an empty first cell continues the row above
+            kept += [f"| {' | '.join(row)} |"] if is_kept else []
         return "\n".join([head, rule, *kept]) if kept else ""
     items = re.split(r"\n(?=(?:- |\d+\. ))", block)
     return "\n".join(filter(None, (cut_item(item, is_gone) for item in items)))

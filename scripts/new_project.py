@@ -292,7 +292,7 @@ def write_own_files(project: Path, plan: Plan, training: Training) -> None:
     what, data = (part.strip() for part in text.split("\n---\n"))
     run = re.findall(r"^run_name: (\S+)", (project / training.config).read_text(encoding="utf-8"), re.M)
     values = {
-        "what": what,
+        "what": what,  # these first: they have some of the others
         "data": data,
         "name": plan.name,
         "task": task,
@@ -339,7 +339,7 @@ def name_what_is_there(project: Path, plan: Plan, training: Training) -> None:
             for pattern, by in patterns:
                 text = re.sub(pattern, by, text)
             if file.suffix == ".md":  # the comment of a line that has become too long
-                text = re.sub(r"(?m)^(?=.{121})(\w.*?)  # .*$", r"\1", text)
+                text = re.sub(r"(?m)^(?=.{121})(\w.*?) +# .*$", r"\1", text)
             if text != old:
                 file.write_text(text, encoding="utf-8", errors="surrogateescape")
     for name in (".gitignore", ".dockerignore"):

@@ -1,4 +1,4 @@
-"""Write the file tree of the smallest copy into docs/make-it-yours.md: `python scripts/new_tree.py`. Needs no packages."""
+"""Write the file tree of the smallest copy into docs/make-it-yours.md: `python scripts/new_tree.py`."""
 
 import ast
 import re
