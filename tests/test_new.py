@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 from new_pages import leads_somewhere
@@ -15,7 +16,7 @@ from new_project import ALWAYS, PAGES
 from new_questions import TASKS, about
 from rooms import ABOUT, FILES, pages
 
-from tests.launching import BIN, PROJECT, Launch, Run, clean_environment, run_command, slow
+from tests.launching import BIN, PROJECT, Launch, Run, clean_environment, hear_signals, run_command, slow
 
 ALL = " ".join(FILES)
 PROJECTS = [
@@ -50,10 +51,9 @@ def asked(folder: Path, *keys: str, words: tuple[str, ...] = ()) -> tuple[int, s
     """Call it in a terminal, and type this whenever it has asked. Return its exit code and what the terminal shows."""
     ours, theirs = pty.openpty()
     command = ["make", "--silent", "new", f"PYTHON={BIN / 'python'}", *words]
-    process = subprocess.Popen(
-        command, cwd=PROJECT, env=clean_environment(**nobody(folder)), stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
+    streams: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    how: dict[str, Any] = {"start_new_session": True, "preexec_fn": own_the_terminal}
+    process = subprocess.Popen(command, cwd=PROJECT, env=clean_environment(**nobody(folder)), **streams, **how)
     os.close(theirs)
     typed, shown = list(keys), ""
     while part := read(ours):
@@ -63,6 +63,12 @@ def asked(folder: Path, *keys: str, words: tuple[str, ...] = ()) -> tuple[int, s
     os.close(ours)
     assert not typed, shown
     return process.wait(60), shown.replace("\r\n", "\n")
+
+
+def own_the_terminal() -> None:
+    """So that its Ctrl-C is a signal to this process."""
+    hear_signals()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def read(terminal: int) -> str:
