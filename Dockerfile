@@ -1,8 +1,9 @@
 # docker build --tag trainer .
 # docker run --volume "$PWD/runs:/app/runs" trainer [make train ARGS=--seed=1]
 # If runs/ is not of user 1000: --user "$(id -u)" --env HOME=/tmp. On GPUs: --gpus all --ipc=host, and another command,
-# such as .venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml train.py. No GPU has run it yet.
-# It was built and run by podman on a Debian with Python 3.11 in place of the image that FROM names.
+# such as .venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml train.py.
+# No GPU has run it yet. It was built and run by podman on a Debian with Python 3.11,  # room: template
+# in place of the image that FROM names.  # room: template
 ARG BASE=python:3.12-slim
 FROM $BASE AS base
 # g++: torch.compile on a CPU needs it

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # One thread per core; otherwise the launcher chooses for itself, and prints a notice.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 TRAIN := $(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml train.py
-# $(call unused_name,chat) is chat or, if there is such a run, chat-2, chat-3, …
+# $(call unused_name,first) is first or, if there is such a run, first-2, first-3, …
 unused_name = $$(name=$(1); n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); name=$(1)-$$n; done; echo $$name)
 
 .PHONY: help setup train test testall test-oldest test-machines lint format clean

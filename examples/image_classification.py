@@ -69,7 +69,7 @@ class ImageClassification(Task):
     weights: str = ""
     """What to start from: a state dict (.safetensors, .pth) or torchvision's, such as DEFAULT; empty: from scratch."""
     norm: Literal["group", "frozen", "batch"] = "group"
-    """What replaces BatchNorm: group from scratch, frozen if there are weights; batch: nothing (docs/examples.md)."""
+    """What replaces BatchNorm: group from scratch, frozen with weights; batch: nothing (docs/make-it-yours.md)."""
     size: PositiveInt = 224
     """Width and height of what the model sees, in pixels."""
     flip: bool = True
@@ -77,7 +77,7 @@ class ImageClassification(Task):
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
-        with explained("task.data_dir (`python -m examples.make_data` makes data/digits_png): ", OSError):
+        with explained("task.data_dir (`python -m examples.make_digits` makes data/digits_png): ", OSError):
             train, val = (
                 Pictures(Path(self.data_dir, part), square, loader=picture, is_valid_file=self._is_visible)
                 for part in ("train", "val")

@@ -63,7 +63,7 @@ class TabularRegression(Task):
 
     def _read(self, path: str) -> pd.DataFrame:
         """Return the columns in use, numbers and text. Raise a UserError with a line for each mistake."""
-        with explained(f"{path}: not a csv (`python -m examples.make_data` makes one): ", (OSError, ValueError)):
+        with explained(f"{path}: not a csv (`python -m examples.make_table` makes one): ", (OSError, ValueError)):
             # only an empty cell is missing: NA is Namibia
             table = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
         numbers = [*self._known.get("mean", [name for name in table if name not in self.categories])]

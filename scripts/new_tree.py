@@ -1,4 +1,4 @@
-"""Write the file tree of the smallest copy into README.md: `python scripts/new_tree.py`. Needs no packages."""
+"""Write the file tree of the smallest copy into docs/make-it-yours.md: `python scripts/new_tree.py`."""
 
 import ast
 import re
@@ -45,8 +45,8 @@ def main() -> None:
     total = sum(lines for _, lines, _ in files)
     rows = [f"{path:<34} {lines:>4}  {summary}\n" for path, lines, summary in files]
     rows.append(f"{f'{len(files)} files':<33} {total:>5,}\n")
-    readme = PROJECT / "README.md"
-    readme.write_text(BLOCK.sub(lambda _: "".join(rows), readme.read_text(encoding="utf-8")), encoding="utf-8")
+    page = PROJECT / "docs/make-it-yours.md"
+    page.write_text(BLOCK.sub(lambda _: "".join(rows), page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

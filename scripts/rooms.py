@@ -3,7 +3,8 @@
 Such a part, a room, consists of its files (FILES) and of each line elsewhere that ends with `# room: NAME`. A line that
 opens a block (`def f(self):  # room: NAME`) takes the block and its decorators with it, a field the docstring below it,
 and the last use of an import that import. A line of several rooms goes with the last of them if it says
-`# room: wandb trackers`, and with the first if it says `# room: text+examples`.
+`# room: wandb trackers`, and with the first if it says `# room: text+examples`. On a page, `<!-- room: NAME -->` on the
+line below a heading marks its section, up to the next heading of the same or a higher level.
 docs/make-it-yours.md says what each room does.
 """
 
@@ -28,19 +29,34 @@ FILES = {
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics"
     " examples/weights.py examples/dpo.* examples/token_classification.*"
-    " examples/make_text.py src/tools/generate.py"
-    " docs/transformers.md",
+    " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
     " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",
     "trackers": "src/tracking/accelerate_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/wandb.py",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/test_benchmark.py",
     "course": "docs/learn tests/test_learn.py",
-    "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml docs/examples.md"
+    "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml"
     " tests/test_examples.py tests/text/test_examples.py",
-    "template": "scripts/new* scripts/stub* tests/test_rooms.py .ci CITATION.cff docs/run.svg uv.lock",
+    "template": "scripts/new* scripts/stubs tests/check tests/faults tests/gpu tests/gpu.mk tests/machines tests/text"
+    " tests/test_*.py tests/mirror_kills.py tests/planning.py tests/s3.py tests/tasks.py .github/ISSUE_TEMPLATE .ci"
+    " CITATION.cff CONTRIBUTING.md docs/accelerate.md docs/promises.md docs/report.png docs/run.svg uv.lock",
 }
 """The files and folders of each room."""
+ABOUT = {
+    "check": "--check: is a run correct?",
+    "cpu": "faster training on CPUs",
+    "machines": "several machines, Slurm, Kubernetes, a mirror of the checkpoints",
+    "plan": "python -m src.tools.plan: will it fit, how long will it take, what will it cost?",
+    "report": "report.html, a page about each run",
+    "streaming": "text that is read while training, for more than fits on a disk",
+    "sweep": "python -m src.tools.sweep: search for better settings",
+    "text": "language models and text classifiers, with transformers",
+    "tools": "evaluate, generate and checkpoints, in src/tools",
+    "trackers": "trackio and TensorBoard",
+    "wandb": "Weights & Biases",
+}
+"""What the rooms do that `make new` offers to leave out. It leaves out the others in any case."""
 SHARED = {
     "null_gpu": {"gpu", "plan"},
     "src/tracking/guard.py": {"wandb", "trackers"},
@@ -54,6 +70,7 @@ SHARED = {
 LINE_LENGTH = 120
 QUOTES = '"""'
 MARK = re.compile(r"(?m)^(.*?)  # room: ([\w+ ]+)$")
+SECTION_MARK = re.compile(r"(?m)^<!-- room: ([\w+ ]+) -->$")
 
 
 def throw_out(rooms: set[str], project: Path) -> None:
@@ -73,6 +90,21 @@ def throw_out(rooms: set[str], project: Path) -> None:
             others = with_used_imports(others, used_names(lines) - used_names(others))
         if others != lines:
             path.write_text("\n".join(others), encoding="utf-8")
+    for page in pages(project):
+        lines = page.read_text(encoding="utf-8").split("\n")
+        others = without_sections(lines, rooms)
+        if others != lines:
+            page.write_text("\n".join(others), encoding="utf-8")
+
+
+def remove_marks(project: Path) -> None:
+    """Remove the marks that are left, for a project that keeps no rooms apart."""
+    for path in files(project):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(MARK.sub(r"\1", text), encoding="utf-8")
+    for page in pages(project):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(rf"{SECTION_MARK.pattern}\n+", "\n", text), encoding="utf-8")
 
 
 def is_there(room: str, project: Path) -> bool:
@@ -85,7 +117,7 @@ def without(lines: list[str], rooms: set[str]) -> list[str]:
     i = 0
     while i < len(lines):
         mark = MARK.fullmatch(lines[i])
-        names = [name for name in mark[2].split() if rooms.isdisjoint(name.split("+"))] if mark else []
+        names = remaining(mark[2], rooms) if mark else []
         if mark and not names:
             end = end_of_block(lines, i, mark[1])
             drop_decorators(left, mark[1])
@@ -94,6 +126,36 @@ def without(lines: list[str], rooms: set[str]) -> list[str]:
         left.append(f"{mark[1]}  # room: {' '.join(names)}" if mark else lines[i])
         i += 1
     return left
+
+
+def remaining(names: str, rooms: set[str]) -> list[str]:
+    """Return the names in a mark that are left without the rooms."""
+    return [name for name in names.split() if rooms.isdisjoint(name.split("+"))]
+
+
+def without_sections(lines: list[str], rooms: set[str]) -> list[str]:
+    """Return the lines of a page except the sections of the rooms."""
+    left: list[str] = []
+    is_code, gone = False, 0  # gone: the level of the heading whose section goes
+    for i, line in enumerate(lines):
+        level = 0 if is_code else heading_level(line)
+        mark = SECTION_MARK.fullmatch(lines[i + 1]) if level and i + 1 < len(lines) else None
+        if 0 < level <= gone:
+            gone = 0
+        if mark and not gone and not remaining(mark[1], rooms):
+            gone = level
+        is_code ^= line.startswith("```")
+        own = SECTION_MARK.fullmatch(line)
+        if not gone:
+            left.append(f"<!-- room: {' '.join(remaining(own[1], rooms))} -->" if own and not is_code else line)
+    while left[-2:] == ["", ""]:  # a section at the end of the page
+        left.pop()
+    return left if left[-1:] == [""] else [*left, ""]
+
+
+def heading_level(line: str) -> int:
+    """Return how many # a heading begins with; 0 if the line is none."""
+    return len(line) - len(line.lstrip("#")) if re.match("#+ ", line) else 0
 
 
 def drop_decorators(left: list[str], code: str) -> None:
@@ -183,6 +245,11 @@ def files(project: Path) -> list[Path]:
     for folder in ("src", "tests", "examples", "configs", "accelerate_configs"):
         found += project.glob(f"{folder}/**/*")
     return [path for path in found if path.suffix in kinds and path.is_file() and not path.is_symlink()]
+
+
+def pages(project: Path) -> list[Path]:
+    """Return the pages, which can have marked sections."""
+    return sorted([*project.glob("*.md"), *project.glob("docs/**/*.md")])
 
 
 def delete(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What tests share: `launch` runs train.py, `whole` has uninterrupted runs, `rounding` how far apart they may be."""
+"""What tests share: `launch` runs train.py, and what stands on it."""
 
 import hashlib
 import json
@@ -12,22 +12,10 @@ from filelock import FileLock
 
 from tests.faults.runs import SHORT, killed_and_resumed
 from tests.launching import WARM, Launch, Run, Whole, launched
+from tests.tasks import ONE_ULP
 
 if "TESTS_USE_GPUS" not in os.environ:  # tests are the same on a machine that has one
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-ONE_ULP = """
-import torch, src.training.run
-build = src.training.run.new_model
-def nudged(*arguments):
-    model, *facts = build(*arguments)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + torch.finfo(torch.float32).eps)
-    return model, *facts
-src.training.run.new_model = nudged
-"""
-"""Makes each weight at the start one or two units in its last place larger."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +30,7 @@ def _warm_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """launch("fsdp", "--epochs=1", processes=2): train.py on the digits under accelerate_configs/fsdp.yaml.
+    """launch("fsdp", "--epochs=1", processes=2): train.py under accelerate_configs/fsdp.yaml.
 
     Its processes are forked from one that has imported everything, with the environment that Accelerate's launcher
     works out from the yaml, and believe that it is above them. `real=True` is for what tests the launcher itself: it
@@ -64,13 +52,13 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:  # room: template
     """A folder that all of pytest's processes share, and no other pytest that one of them calls."""
     base = tmp_path_factory.getbasetemp()
     return base if worker_id == "master" else base.parent
 
 
-def once(shared: Path, name: str, make: Callable[[Path], Run]) -> Run:
+def once(shared: Path, name: str, make: Callable[[Path], Run]) -> Run:  # room: template
     """What `make` does in a folder, done by the first of pytest's processes that asks for it."""
     folder, output = shared / name / "run", shared / f"{name}.json"
     with FileLock(shared / f"{name}.lock"):
@@ -82,7 +70,7 @@ def once(shared: Path, name: str, make: Callable[[Path], Run]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def whole(launch: Launch, shared: Path) -> Callable[..., Run]:
+def whole(launch: Launch, shared: Path) -> Callable[..., Run]:  # room: template
     """whole("ddp", "--max_steps=30"): the run in one piece. Whoever asks for the same one, in whichever of pytest's
     processes, gets the same folder, so leave it as it is. Further arguments are those of `launch`."""
 
@@ -95,7 +83,7 @@ def whole(launch: Launch, shared: Path) -> Callable[..., Run]:
 
 
 @pytest.fixture(scope="session")
-def rounding(whole: Whole) -> Callable[..., float]:
+def rounding(whole: Whole) -> Callable[..., float]:  # room: template
     """rounding("cpu", "--max_steps=30"): how far apart, relatively, two such runs may be that sum in different orders.
 
     What training makes of rounding, 1e-7, is measured: the largest change of `name` in this run, `whole`, when each
@@ -114,7 +102,7 @@ def rounding(whole: Whole) -> Callable[..., float]:
 
 
 @pytest.fixture(scope="session")
-def recorded(launch: Launch, shared: Path) -> Run:  # room: wandb trackers
+def recorded(launch: Launch, shared: Path) -> Run:  # room: template+wandb template+trackers
     """A run that was killed and launched again, with all trackers. What they keep elsewhere is beside its folder."""
     arguments, trackers = [*SHORT, "--checkpoint.keep_last=9"], list[str]()
     arguments += ["--wandb.mode=offline", "--wandb.checkpoints=reference"]  # room: wandb

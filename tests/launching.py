@@ -22,34 +22,36 @@ from src.distributed.process import exit_codes
 from train import run_settings
 
 PROJECT = Path(__file__).parent.parent
-SHARED = next((parent / "shared" for parent in PROJECT.parents if (parent / "shared").is_dir()), Path("shared"))
-MNIST = SHARED / "data" / "mnist"
+SHARED = next(  # room: template
+    (parent / "shared" for parent in PROJECT.parents if (parent / "shared").is_dir()), Path("shared")
+)
+MNIST = SHARED / "data" / "mnist"  # room: template
 BIN = Path(sys.executable).parent
-FAULTY = "tests/faults/inject.py"
+FAULTY = "tests/faults/inject.py"  # room: template
 """What stands in for train.py where a fault is planted under the real launcher."""
 SECONDS = 300
 """After which a run is killed."""
 
-WANDB = (PROJECT / "src/tracking/wandb.py").exists()
+WANDB = (PROJECT / "src/tracking/wandb.py").exists()  # room: template
 """Whether Weights & Biases has not been thrown out."""
-QUIET = ("--wandb.mode=disabled",) if WANDB else ()
+QUIET = ("--wandb.mode=disabled",) if WANDB else ()  # room: template
 
-WRITES_TO = """
-import os, sys
-os.dup2({}, 1)
-os.dup2(1, 2)
-sys.stdout = sys.__stdout__ = open(1, "w")
-sys.stderr = sys.__stderr__ = open(2, "w")
-"""
+WRITES_TO = (  # room: template
+    "import os, sys\n"
+    "os.dup2({}, 1)\n"
+    "os.dup2(1, 2)\n"
+    "sys.stdout = sys.__stdout__ = open(1, 'w')\n"
+    "sys.stderr = sys.__stderr__ = open(2, 'w')\n"
+)
 """Python code that makes this descriptor the output of its process, as if that had begun with it."""
 
 
-def slow(*values: Any) -> Any:
+def slow(*values: Any) -> Any:  # room: template
     """A case that `make test` leaves out."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def needs(path: str) -> pytest.MarkDecorator:
+def needs(path: str) -> pytest.MarkDecorator:  # room: template
     """A test of something that may have been thrown out, by docs/make-it-yours.md."""
     return pytest.mark.skipif(not (PROJECT / path).exists(), reason=f"{path} was thrown out")
 
@@ -89,12 +91,14 @@ class Run:
 
 
 Launch = Callable[..., Run]
-Whole = Callable[..., Run]
-Rounding = Callable[..., float]
-"""Of the fixtures of these names."""
+"""Of the fixture of this name."""
+Whole = Callable[..., Run]  # room: template
+"""Of the fixture of this name."""
+Rounding = Callable[..., float]  # room: template
+"""Of the fixture of this name."""
 
 
-class Tool:
+class Tool:  # room: template
     """A command, `name`, in this process, which has imported what it needs."""
 
     def __init__(self, name: str, main: Callable[[list[str]], int | None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,16 +153,18 @@ def launch_words(
     project: Path = PROJECT,
     script: str = "train.py",
 ) -> list[str]:
-    """What follows `accelerate launch`, with one of accelerate_configs/; on the digits, unless a task is named."""
+    """What follows `accelerate launch`, with one of accelerate_configs/."""
     yaml = project / "accelerate_configs" / f"{config}.yaml" if isinstance(config, str) else config
     words = ["--config_file", str(yaml), "--main_process_port", "0"]
     words += [f"--num_processes={processes}"] if processes else []
-    words += ["--mixed_precision=no"] if "TESTS_USE_GPUS" in os.environ else []  # as without a GPU: see tests/gpu
+    words += ["--mixed_precision=no"] if "TESTS_USE_GPUS" in os.environ else []  # as without a GPU
     words += [*launcher_arguments, script]
-    if script in ("train.py", FAULTY):
+    trains = ["train.py"]
+    trains += [FAULTY]  # room: template
+    if script in trains:
         words += [f"--output_dir={folder}"]
         words += [f"--wandb.mode={wandb}"] if (project / "src/tracking/wandb.py").exists() else []
-        words += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]
+        words += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]  # room: template
     return [*words, *arguments]
 
 
@@ -218,7 +224,7 @@ class Started:
     ) -> None:
         variables = {name: more.pop(name) for name in list(more) if name.isupper() or name == "no_proxy"}
         environment = clean_environment(PYTHONUNBUFFERED="1", **variables)
-        if "FAULT" in environment:
+        if "FAULT" in environment:  # room: template
             before += "\nimport tests.faults.inject as i; i.plant()"
             if real:
                 path = [str(project), environment.get("PYTHONPATH", "")]

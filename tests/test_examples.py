@@ -13,8 +13,8 @@ from PIL import Image, ImageOps
 from torchvision.models import get_model
 from torchvision.transforms.functional import pil_to_tensor
 
+from examples import make_digits, make_table
 from examples.image_classification import ImageClassification, picture
-from examples.make_data import digits_png, friedman_csv
 from examples.tabular_regression import TabularRegression
 from src.config.errors import UserError
 from tests.launching import Launch, Rounding, Whole, needs, slow
@@ -30,7 +30,7 @@ def example(name: str) -> tuple[str, str]:
 
 def digits(folder: Path) -> None:
     """47 pictures to train on: of each third batch, two processes get 8 and 7."""
-    digits_png(folder)
+    make_digits.write(folder)
     for part in ("train", "val"):
         for i, file in enumerate(sorted(folder.glob(f"{part}/*/*.png"))):
             if i % 31:
@@ -40,7 +40,7 @@ def digits(folder: Path) -> None:
 def friedman(folder: Path) -> None:
     """243 rows to train on: of each fourth batch, two processes get 26 and 25."""
     file = folder / "friedman.csv"
-    friedman_csv(file)
+    make_table.write(file)
     file.write_text("".join(file.read_text().splitlines(keepends=True)[: 1 + 303]))
 
 
@@ -85,8 +85,8 @@ def test_its_metrics_are_those_of_the_training(
 
 @pytest.mark.slow
 def test_each_reaches_the_figures_in_its_config(launch: Launch, tmp_path: Path) -> None:
-    digits_png(tmp_path)
-    friedman_csv(tmp_path / "friedman.csv")
+    make_digits.write(tmp_path)
+    make_table.write(tmp_path / "friedman.csv")
     for name, data, figure, low, high in (
         ("image_classification", f"data_dir={tmp_path}", "accuracy", 0.97, 1),
         ("tabular_regression", f"csv={tmp_path}/friedman.csv", "rmse", 0, 1.35),
@@ -121,7 +121,7 @@ def test_bad_data_is_one_line(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "train/cat").mkdir(parents=True)
     (tmp_path / "train/cat/1.png").write_text("a cat")
     says = f"[Errno 2] No such file or directory: '{tmp_path}/val'"
-    pictures = f"task.data_dir (`python -m examples.make_data` makes data/digits_png): {says}"
+    pictures = f"task.data_dir (`python -m examples.make_digits` makes data/digits_png): {says}"
     assert refused(ImageClassification(data_dir=str(tmp_path))) == [pictures]
     (tmp_path / "val").symlink_to(tmp_path / "train")
     broken = launch("ddp", *PICTURES, f"--task.data_dir={tmp_path}", "--global_batch_size=2", processes=2)

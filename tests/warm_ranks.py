@@ -7,6 +7,7 @@ writes how they ended. A rank goes on as `python train.py` would. tests/launchin
 
 import argparse
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -27,6 +28,7 @@ import accelerate.commands.launch
 import psutil
 
 import src
+from src.config.errors import UserError
 from src.distributed.process import STOP_SIGNALS
 from src.parts import run_settings
 from src.tracking import figures  # room: report
@@ -66,12 +68,13 @@ class Request:
 def warm() -> None:
     """Import the libraries and every module of the project."""
     own = [module.name for module in pkgutil.walk_packages(src.__path__, "src.")]
-    installed = [name for name in LIBRARIES if find_spec(name.partition(".")[0])]  # some may have been thrown out
+    installed = [name for name in LIBRARIES if find_spec(name.partition(".")[0])]  # some may not be needed here
     for name in [*installed, *own]:
         if not name.endswith(("__main__", "tracking.wandb")):
             importlib.import_module(name)
-    run_settings([])  # pydantic looks up the source of all settings
-    # Curves take as long to draw as a short run: test_report.py draws them.  # room: report
+    with contextlib.suppress(UserError):  # the first task may need settings
+        run_settings([])  # pydantic looks up the source of all of them
+    # Curves take as long to draw as a short run: a report draws them.  # room: report
     figures.draw_curves = lambda *_, **__: ""  # room: report
     del sys.modules["src.distributed.early"]  # each rank imports it by itself: it catches signals
     gc.collect()

@@ -1,6 +1,6 @@
 """Train data-parallel by hand, for any task: what DDP does, one step at a time.
 
-    torchrun --standalone --nproc-per-node=2 -m src.check.reference --config=configs/mnist.yaml [--key.sub=value]...
+    torchrun --standalone --nproc-per-node=2 -m src.check.reference --config=FILE.yaml [--key.sub=value]...
 
 `train.py --check` compares the run with this second implementation, which does without Accelerator, DDP, FSDP, gradient
 accumulation, mixed precision and checkpoints. docs/learn/2-data-parallelism.md explains each collective.

@@ -15,8 +15,8 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from examples import make_pairs, make_sentences
 from examples.dpo import Dpo
-from examples.make_text import write
 from examples.token_classification import TokenClassification
 from src.checkpoint.tensors import saved_tensors
 from src.config.errors import UserError
@@ -47,7 +47,8 @@ Dpo.export_sharded = watched
 
 def sentences(folder: Path) -> None:
     """And 171 pairs: in step 11 two processes get 6 and 5 of them."""
-    write(folder)
+    make_sentences.write(folder / "sentences")
+    make_pairs.write(folder / "pairs")
     pairs = folder / "pairs" / "train.jsonl"
     pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:171]))
 

@@ -1,25 +1,13 @@
-"""Write the data of two examples, data/digits_png and data/friedman.csv: `python -m examples.make_data`."""
+"""Make the data of tabular_regression.py: `python -m examples.make_table` writes data/friedman.csv."""
 
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from PIL import Image
 from sklearn.datasets import make_friedman1
 
-from src.tasks.mnist import bundled_digits
 
-
-def digits_png(folder: Path) -> None:
-    """Write scikit-learn's digits as train/<digit>/*.png and val/<digit>/*.png."""
-    for part, digits in zip(("train", "val"), bundled_digits(), strict=True):
-        for i, (image, label) in enumerate(zip(digits.images.numpy(), digits.labels.tolist(), strict=True)):
-            file = folder / part / str(label) / f"{i:04}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(file)
-
-
-def friedman_csv(file: Path) -> None:
+def write(file: Path) -> None:
     """Write 4,000 rows of Friedman's first function (1991, https://doi.org/10.1214/aos/1176347963): nonlinear in five
     of ten numbers, plus noise of standard deviation 1. The shift by site and the empty cells are not his."""
     inputs, target = make_friedman1(4000, noise=1.0, random_state=0)
@@ -33,5 +21,4 @@ def friedman_csv(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    digits_png(Path("data/digits_png"))
-    friedman_csv(Path("data/friedman.csv"))
+    write(Path("data/friedman.csv"))

@@ -1,0 +1,55 @@
+"""Pictures: one process and two train alike, a stopped run goes on, and what was trained is exported."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import set_seed
+from PIL import Image
+from safetensors.torch import load_file
+
+from src.config.errors import UserError
+from src.parts import run_settings
+from src.tasks.base import TaskState, samples
+from tests.launching import Launch, Run, mistakes
+
+SHORT = (
+    "--task.name=image_classification", "--task.data_dir={folder}", "--task.model=shufflenet_v2_x0_5",
+    "--task.size=64", "--max_steps=5", "--log_every=1", "--global_batch_size=16", "--optim.lr=1e-5",
+    "--optim.warmup_steps=0",
+)  # fmt: skip
+"""An epoch has three steps, the last of 15 pictures: one of two processes gets 7."""
+LEARNS = ("--max_steps=30", "--optim.lr=3e-3")
+MISTAKE = "--task.sise=64", "unknown setting, did you mean task.size?"
+
+
+def write(folder: Path) -> None:
+    """Write 47 pictures to train on and 13 to evaluate on, red ones and blue ones, as the task reads them."""
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 47), ("val", 13)):
+        for i in range(count):
+            name, channel = ("red", 0) if i % 2 else ("blue", 2)
+            pixels = draw.integers(0, 100, (32, 32, 3), np.uint8)
+            pixels[:, :, channel] += 150
+            file = folder / part / name / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(file)
+
+
+# the tests of every task
+
+
+def test_a_class_that_is_missing_and_a_broken_picture_are_one_line(tmp_path: Path) -> None:
+    write(tmp_path)
+    task = run_settings([word.replace("{folder}", str(tmp_path)) for word in SHORT]).task
+    train, _ = task.build_datasets()
+    (tmp_path / "train/blue/0.png").write_text("a picture")
+    with pytest.raises(UserError, match=r"train/blue/0\.png: cannot be read: "):
+        train[0]
+    for file in (tmp_path / "val/red").iterdir():
+        file.unlink()
+    (tmp_path / "val/red").rmdir()
+    with pytest.raises(UserError, match="train and val do not both have the class red"):
+        task.build_datasets()
