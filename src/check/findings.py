@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def worst(what: str, errors: Errors, bound: float, cause: str) -> Row:
     """Return a row that compares the largest error with the bound."""
     index = int(np.argmax([*errors.values()]))  # NaN counts as the largest
     name, error = [*errors.items()][index]
-    return finding(what, f"{error:.1e} ({name})", f"{bound:.2g}", error <= bound, cause)
+    return finding(what, f"off by {error:.2g} ({name})", f"at most {bound:g}", error <= bound, cause)
 
 
 def worst_process(rows: tuple[Row, ...]) -> Row:
@@ -51,9 +52,10 @@ def worst_process(rows: tuple[Row, ...]) -> Row:
 
 def lines(row: Row) -> Iterator[str]:
     """Yield a row as a line and, if it failed, another line with its likely causes."""
-    yield f"{row['result']}  {row['check']:10}  {row['what']}: {row['measured']}  [{row['bound']}]"
+    line = f"{row['result']}  {row['check']:10}  {row['what']}: {row['measured']}  [{row['bound']}]"
+    yield fill(line, 80, subsequent_indent=" " * 18)
     if row["means"]:
-        yield f"      -> {row['means']}"
+        yield fill(f"      -> {row['means']}", 80, subsequent_indent=" " * 9)
 
 
 def gather(value: Any) -> list[Any]:

@@ -32,10 +32,12 @@ from src.config.settings import (
 from src.config.terminal import say
 
 USAGE = """\
-accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
+accelerate launch --config_file accelerate_configs/ddp.yaml
+    train.py [--config=FILE.yaml]... [--key.sub=value]...
 
-Settings and their defaults. Yamls given by --config override the defaults; the command line overrides both.
-The task's own settings are shown for the chosen task: --task.name={tasks}
+Settings and their defaults. Yamls given by --config override the defaults; the
+command line overrides both. Of the tasks, the settings of one are shown:
+--task.name={tasks}
 """
 PLACE = {"run_name", "output_dir", "resume"}
 """Settings that determine the files a run reads and writes."""

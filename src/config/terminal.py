@@ -23,7 +23,7 @@ def bar(desc: str = "", **options: Any) -> Any:
     It is shown until it is done, by the run's first process, if both streams go to a terminal.
     """
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    counts = "{percentage:3.0f}% {bar:10} {n_fmt}/{total_fmt}  eta {remaining}  {desc}"
+    counts = "{percentage:3.0f}% {bar:10} {n:,}/{total:,}  eta {remaining}  {desc}"
     layout = counts if "total" in options else "{desc} …"
     options = {"bar_format": layout, "leave": False, "dynamic_ncols": True, **options}
     return tqdm(desc=desc, disable=not (is_terminal and is_first()), **options)

@@ -26,8 +26,8 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
         "model": _model(run),
         "data": f"{len(run.train_set):,} training examples, {len(run.eval_set):,} evaluation examples",
         **{part: _in_one_line(figures) for part, figures in run.facts["data"].items()},
-        "batch": f"{config.global_batch_size} = {config.forward_batch_size(run.data_size)} per micro-batch x "
-        f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size)} accumulated",
+        "batch": f"{config.global_batch_size:,} = {config.forward_batch_size(run.data_size):,} per micro-batch x "
+        f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size):,} accumulated",
         "tuned": ", ".join(run.facts["tuned"]),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),
@@ -73,8 +73,9 @@ def dry_run(run: Run, *_: Any) -> bool:
         if {"targets", "tokens"} <= figures.keys():
             fraction = f"{figures['targets'] / figures['tokens']:.1%}"
             say(shown(f"\n⟦like this⟧: contributes to the loss ({fraction} of the training data's tokens)"))
-        every = f"evaluating every {run.config.eval_every or run.steps_per_epoch}, saving every {run.config.save_every}"
-        say("", f"dry run: {total - step} of {total} steps to take, {every} steps; nothing was written")
+        every = f"evaluating every {run.config.eval_every or run.steps_per_epoch:,}"
+        says = f"dry run: {total - step:,} of {total:,} steps to take, {every}, saving every {run.config.save_every:,}"
+        say("", says, "nothing was written")
     return True
 
 

@@ -117,3 +117,8 @@ def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> Metr
     require_right(task, "metrics", of_task)
     found = {"loss": loss, "examples": examples, **of_task}
     return {f"eval/{name}": value for name, value in found.items()}
+
+
+def evaluation_line(metrics: Metrics) -> str:
+    """Return metrics as one line of text."""
+    return "  ".join(f"{n} {v:,.4f}" if isinstance(v, float) else f"{n} {v:,}" for n, v in metrics.items())
