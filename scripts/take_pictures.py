@@ -1,4 +1,4 @@
-"""Make the pictures in docs anew: `make pictures`, two minutes. It needs Debian's chromium.
+"""Make the pictures in docs anew: `python scripts/take_pictures.py`. It takes two minutes and needs chromium.
 
 The digits are trained in a terminal of 80 columns, which docs/run.svg shows at the end of the run; docs/report.png is
 the top of its report. docs/learn/pictures.py draws the course's pictures.
@@ -19,8 +19,10 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 PROJECT = Path(__file__).resolve().parent.parent
-RUN = "accelerate launch --config_file accelerate_configs/cpu.yaml train.py --config configs/digits.yaml"
-MORE = "--eval_every=115"
+COMMAND = """\
+accelerate launch --config_file accelerate_configs/cpu.yaml \\
+    train.py --config configs/digits.yaml --eval_every=115
+"""
 """Evaluates four times rather than twenty, to fit the picture."""
 COLUMNS, ROWS = 80, 40
 CELL, LINE = 8.4, 20
@@ -34,14 +36,15 @@ text { fill: #e6edf3; font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, 
 </style>"""
 
 
-def in_terminal(command: list[str], folder: Path, columns: int = COLUMNS, **variables: str) -> str:
-    """Run a command in a terminal, and return what it writes there. Raise an error if it fails."""
+def in_terminal(command: str, folder: Path) -> str:
+    """Run a shell's command in a terminal, and return what it writes there. Exit if it fails."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
-    environment = {"TERM": "xterm-256color", **variables}
-    process = subprocess.Popen(
-        command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | environment
-    )
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"TERM": "xterm-256color", "PATH": path, "NETRC": os.devnull}
+    environment.pop("WANDB_API_KEY", None)  # NETRC has W&B's credentials, too
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = subprocess.Popen(command, shell=True, cwd=folder, env=environment, **streams)
     os.close(theirs)
     written = b""
     try:
@@ -56,7 +59,7 @@ def in_terminal(command: list[str], folder: Path, columns: int = COLUMNS, **vari
     return output
 
 
-def screen(output: str, columns: int = COLUMNS) -> list[str]:
+def screen(output: str) -> list[str]:
     """Return the lines that a terminal shows in the end. It knows what a run writes: text, new lines, and tqdm's moves
     to the start of a line and to the line above."""
     lines, row, column = [""], 0, 0
@@ -68,7 +71,7 @@ def screen(output: str, columns: int = COLUMNS) -> list[str]:
         elif word == "\x1b[A":
             row -= 1
         elif word[0] != "\x1b":
-            if column == columns:
+            if column == COLUMNS:
                 row, column = row + 1, 0
             lines += [""] * (row + 1 - len(lines))
             line = lines[row].ljust(column)
@@ -91,12 +94,14 @@ def drawn(lines: list[str]) -> str:
 
 
 def photograph(page: Path, picture: Path) -> None:
-    """Have chromium draw the top of a page as PNG."""
+    """Have chromium draw a report as PNG, down to its second row of curves."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1240, "height": 880}, color_scheme="light")
+        tab = browser.new_page(viewport={"width": 1240, "height": 900}, color_scheme="light")
         tab.goto(page.as_uri())
-        tab.screenshot(path=picture)
+        below = tab.locator(".curves figure").nth(6).bounding_box()
+        assert below
+        tab.screenshot(path=picture, clip={"x": 0, "y": 0, "width": 1240, "height": below["y"] - 10})
 
 
 def main() -> None:
@@ -104,9 +109,8 @@ def main() -> None:
         folder = Path(name)
         for path in ("train.py", "src", "accelerate_configs", "configs"):
             (folder / path).symlink_to(PROJECT / path)
-        command = [f"{Path(sys.executable).parent}/accelerate", *RUN.split()[1:], MORE]
-        output = in_terminal(command, folder, WANDB_MODE="offline")
-        (PROJECT / "docs/run.svg").write_text(drawn(screen(f"$ {RUN} {MORE}\r\n{output}")), encoding="utf-8")
+        shown = f"$ {COMMAND}".replace("\n", "\r\n") + in_terminal(COMMAND, folder)
+        (PROJECT / "docs/run.svg").write_text(drawn(screen(shown)), encoding="utf-8")
         photograph(folder / "runs/digits/report.html", PROJECT / "docs/report.png")
     course = PROJECT / "docs/learn/pictures.py"
     subprocess.run([sys.executable, course], check=True)

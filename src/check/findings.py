@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -52,10 +51,9 @@ def worst_process(rows: tuple[Row, ...]) -> Row:
 
 def lines(row: Row) -> Iterator[str]:
     """Yield a row as a line and, if it failed, another line with its likely causes."""
-    line = f"{row['result']}  {row['check']:10}  {row['what']}: {row['measured']}  [{row['bound']}]"
-    yield fill(line, 80, subsequent_indent=" " * 18)
+    yield f"{row['result']}  {row['check']:10}  {row['what']}: {row['measured']}  [{row['bound']}]"
     if row["means"]:
-        yield fill(f"      -> {row['means']}", 80, subsequent_indent=" " * 9)
+        yield f"      -> {row['means']}"
 
 
 def gather(value: Any) -> list[Any]:

@@ -53,10 +53,11 @@ def _model(run: Run) -> str:
 
 
 def _in_one_line(figures: dict[str, float]) -> str:
-    """Return figures as one line of text: integers are counts, floats are fractions."""
+    """Return the figures that are not 0 as one line of text: integers are counts, floats are fractions."""
     return ", ".join(
         f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
         for name, value in figures.items()
+        if value
     )
 
 
@@ -73,9 +74,12 @@ def dry_run(run: Run, *_: Any) -> bool:
         if {"targets", "tokens"} <= figures.keys():
             fraction = f"{figures['targets'] / figures['tokens']:.1%}"
             say(shown(f"\n⟦like this⟧: contributes to the loss ({fraction} of the training data's tokens)"))
-        every = f"evaluating every {run.config.eval_every or run.steps_per_epoch:,}"
-        says = f"dry run: {total - step:,} of {total:,} steps to take, {every}, saving every {run.config.save_every:,}"
-        say("", says, "nothing was written")
+        say(
+            "",
+            f"dry run: {total - step:,} of {total:,} steps to take, evaluating every "
+            f"{run.config.eval_every or run.steps_per_epoch:,}, saving every {run.config.save_every:,}",
+            "nothing was written",
+        )
     return True
 
 

@@ -120,5 +120,5 @@ def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> Metr
 
 
 def evaluation_line(metrics: Metrics) -> str:
-    """Return metrics as one line of text."""
-    return "  ".join(f"{n} {v:,.4f}" if isinstance(v, float) else f"{n} {v:,}" for n, v in metrics.items())
+    """Return metrics as one line of text, without the number of examples, which is the same each time."""
+    return "  ".join(f"{name} {value:,.4f}" for name, value in metrics.items() if name != "eval/examples")

@@ -23,14 +23,14 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "s/step": "{:,.3f}".format,
     "tok/s/GPU": "{:,.0f}".format,
     "MFU": "{:.1%}".format,
-    "hours": lambda hours: f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min",
+    "time": lambda hours: f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min",
     "cost": "${:,.2f}".format,
 }
 """How the table formats fractional numbers, by column."""
 
 
 def line(row: Row, config: Config) -> dict[str, Any]:
-    """Return a line of the table: what the row's run needs, by column; fewer columns if it can't be run."""
+    """Return a line of the table: what the row's run needs, by column, `time` in hours; fewer if it can't be run."""
     measured, gpu, gpus = row.measured, row.setup.gpu, row.setup.gpus
     shown: dict[str, Any] = {"GPUs": gpus, "yaml": row.setup.name}
     if not measured:
@@ -44,7 +44,7 @@ def line(row: Row, config: Config) -> dict[str, Any]:
         "s/step": seconds.step,
         "tok/s/GPU": measured.tokens / seconds.step / gpus,
         "MFU": measured.model_flops / seconds.step / gpus / gpu.peak("bf16"),
-        "hours": hours,
+        "time": hours,
         "cost": hours * gpus * (gpu.price_usd_hour or 0),
         "limit": seconds.limit if row.is_fitting else "memory",
     }
@@ -67,8 +67,7 @@ def table(rows: list[Row], config: Config) -> str:
     if measured:
         lines = pd.DataFrame([line(row, config) for row in measured])
         lines = lines.loc[:, (lines != 0).any()]  # images have no tokens, and a GPU may have no price
-        names = lines.columns.str.replace("hours", "time")
-        parts.append(lines.to_string(index=False, header=[*names], formatters=FORMATS))
+        parts.append(lines.to_string(index=False, formatters=FORMATS))
     parts += [f"{row.setup.gpus} {row.setup.name}: {why}" for row in rows if (why := obstacle(row))]
     return "\n".join(parts)
 
@@ -76,7 +75,7 @@ def table(rows: list[Row], config: Config) -> str:
 def recommendation(rows: list[Row], config: Config) -> str:
     """Return the command of the row that fits and takes the fewest GPU hours, and what it needs."""
     fitting = [row for row in rows if row.measured and row.is_fitting]
-    row = min(fitting, key=lambda row: line(row, config)["hours"] * row.setup.gpus, default=None)
+    row = min(fitting, key=lambda row: line(row, config)["time"] * row.setup.gpus, default=None)
     if not row or not row.measured:
         return "nothing fits: try --activation_checkpointing=true, LoRA, shorter sequences, more GPUs or larger ones"
     setup, found = row.setup, line(row, config)
@@ -86,7 +85,7 @@ def recommendation(rows: list[Row], config: Config) -> str:
     command += f"train.py {shlex.join(setup.arguments)}"
     if row.measured.micro_batch != config.forward_batch_size(setup.gpus // setup.cp_size):
         command += f" --micro_batch_size={row.measured.micro_batch}"
-    takes = [FORMATS[name](found[name]) for name in ("hours", "cost") if found[name]]
+    takes = [FORMATS[name](found[name]) for name in ("time", "cost") if found[name]]
     takes.append(f"{setup.gpu.capacity / GB - found['GB']:.1f} GB to spare")
     return f"cheapest that fits: {', '.join(takes)}\n  {command}"
 
