@@ -216,8 +216,9 @@ def help_text(model: type[Settings]) -> str:
     lines = []
     for name, field, _ in setting_fields(model):
         default = write_yaml(field.get_default(call_default_factory=True), is_in_one_line=True)
-        choices = map(str, get_args(field.annotation)) if get_origin(field.annotation) is Literal else ()
-        lines.append(f"  --{name}={default.splitlines()[0]}" + (f"   ({' | '.join(choices)})" if choices else ""))
+        is_choice = get_origin(field.annotation) is Literal
+        choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" if is_choice else ""
+        lines.append(f"  --{name}={default.splitlines()[0]}{choices}")
         lines.append(indent(fill(field.description or "", 72), " " * 8))
     return "\n".join(lines)
 

@@ -118,8 +118,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     precision = "fp32" if precision == "no" else precision
     if is_stand_in:
-        stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
-        note = f"no GPU here: {stand_in}"
+        note = f"no GPU here: {f'the CPU stand-in for {config_file}' if config_file else 'training on the CPU'}"
     kind = yaml.get("distributed_type", "FSDP" if asked.fsdp else "MULTI_GPU" if asked.world_size > 1 else "NO")
     return accelerator, Launch(
         config_file=config_file,

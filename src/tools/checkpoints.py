@@ -28,11 +28,10 @@ def print_line(path: Path, contents: bool) -> bool:
     state = read_state(path)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
-    strategy, num_processes = state.origin.strategy, state.origin.num_processes
-    print(f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {strategy} x {num_processes}")
-    for more in (evaluation_line(evaluation_of(path)), absent_random_file(path, num_processes)):
-        if more:
-            print(f"  {more}")
+    evaluated = evaluation_line(evaluation_of(path))
+    under = f"{state.origin.strategy} x {state.origin.num_processes}"
+    absent = absent_random_file(path, state.origin.num_processes)
+    print(f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {under}\n  {evaluated}  {absent}".rstrip())
     return True
 
 
