@@ -67,7 +67,7 @@ def table(rows: list[Row], config: Config) -> str:
     if measured:
         lines = pd.DataFrame([line(row, config) for row in measured])
         lines = lines.loc[:, (lines != 0).any()]  # images have no tokens, and a GPU may have no price
-        parts.append(lines.to_string(index=False, formatters=FORMATS))
+        parts.append(lines.to_string(index=False, header=[*lines], formatters=FORMATS))
     parts += [f"{row.setup.gpus} {row.setup.name}: {why}" for row in rows if (why := obstacle(row))]
     return "\n".join(parts)
 
@@ -85,9 +85,9 @@ def recommendation(rows: list[Row], config: Config) -> str:
     command += f"train.py {shlex.join(setup.arguments)}"
     if row.measured.micro_batch != config.forward_batch_size(setup.gpus // setup.cp_size):
         command += f" --micro_batch_size={row.measured.micro_batch}"
-    takes = [FORMATS[name](found[name]) for name in ("time", "cost") if found[name]]
-    takes.append(f"{setup.gpu.capacity / GB - found['GB']:.1f} GB to spare")
-    return f"cheapest that fits: {', '.join(takes)}\n  {command}"
+    takes = (f"{FORMATS[name](found[name])}, " for name in ("time", "cost") if found[name])
+    spare = f"{setup.gpu.capacity / GB - found['GB']:,.1f} GB to spare"
+    return f"cheapest that fits: {''.join(takes)}{spare}\n  {command}"
 
 
 def write(rows: list[Row], config: Config, output: Path) -> Path:
