@@ -15,6 +15,7 @@ import tempfile
 import termios
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import sync_playwright
 
@@ -43,7 +44,7 @@ def in_terminal(command: str, folder: Path) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"TERM": "xterm-256color", "PATH": path, "NETRC": os.devnull}
     environment.pop("WANDB_API_KEY", None)  # NETRC has W&B's credentials, too
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     process = subprocess.Popen(command, shell=True, cwd=folder, env=environment, **streams)
     os.close(theirs)
     written = b""
