@@ -150,7 +150,7 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
     own = folder / trial.user_attrs.get("folder", f"trial-{trial.number:02}")
     trial.set_user_attr("folder", own.name)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    say(f"{own.name}, its output in {own}.log …")
+    say(f"{own.name}, see {own}.log …")
     with Path(f"{own}.log").open("ab") as log:
         process = psutil.Popen(
             command_of(sweep, sweep.choose(trial), own, others),
@@ -224,7 +224,11 @@ def main(argv: list[str]) -> None:
     study.optimize(
         lambda trial: objective(trial, sweep, folder, others),
         n_trials=max(0, wanted - len(finished(study))),
-        callbacks=[lambda _, trial: say(f"{trial.state.name}, {sweep.metric.name} {trial.value}")],
+        callbacks=[
+            lambda _, trial: say(
+                f"{trial.state.name}, {sweep.metric.name} {math.nan if trial.value is None else trial.value:,.4f}"
+            )
+        ],
     )
     table = study.trials_dataframe(("value", "user_attrs", "params", "state"))
     table.columns = table.columns.str.replace("user_attrs_|params_", "", regex=True)
