@@ -92,7 +92,7 @@ def test_whatever_a_run_recorded_is_text_and_the_page_names_nothing_outside_itse
 def test_a_run_may_have_hardly_anything(tmp_path: Path) -> None:
     lossless = training(1, **{"train/loss": None})
     for i, records in enumerate(([], [training(1)], [lossless], [evaluation(1, float("nan"))])):
-        assert "<td>mnist</td>" in page(run_folder(tmp_path / f"{i}", records))
+        assert ">mnist</td>" in page(run_folder(tmp_path / f"{i}", records))
 
 
 def test_many_records_and_long_texts_stay_below_a_megabyte(tmp_path: Path) -> None:
