@@ -224,11 +224,7 @@ def main(argv: list[str]) -> None:
     study.optimize(
         lambda trial: objective(trial, sweep, folder, others),
         n_trials=max(0, wanted - len(finished(study))),
-        callbacks=[
-            lambda _, trial: say(
-                f"{trial.state.name}, {sweep.metric.name} {math.nan if trial.value is None else trial.value:,.4f}"
-            )
-        ],
+        callbacks=[lambda _, trial: say(f"{trial.state.name}, {sweep.metric.name} {trial.value}")],
     )
     table = study.trials_dataframe(("value", "user_attrs", "params", "state"))
     table.columns = table.columns.str.replace("user_attrs_|params_", "", regex=True)
