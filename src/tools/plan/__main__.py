@@ -37,8 +37,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--yamls {' '.join(options.yamls)}: cannot run on --gpus {' '.join(map(str, options.gpus))}")
     if "NULL_GPU_GIB" not in os.environ:
         if reason := null_gpu.reason_to_skip():
-            hint = "use the Dockerfile's image, on x86-64"
-            raise UserError(f"a plan is measured on a null GPU, but {reason}: {hint}")
+            raise UserError(f"a plan is measured on a null GPU, but {reason}: use the Dockerfile's image, on x86-64")
         # the null GPU has to take the place of CUDA's libraries before they are loaded
         os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment_for(gpu))
     config = load_config(arguments, TASKS)

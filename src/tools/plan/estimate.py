@@ -36,8 +36,8 @@ class Seconds(NamedTuple):
     def limit(self) -> str:
         """Return what takes most of the step."""
         if self.step == self.host:
-            return "the host"
-        return "communication" if self.communication > self.compute else "computing"
+            return "host"
+        return "network" if self.communication > self.compute else "compute"
 
 
 def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Seconds:

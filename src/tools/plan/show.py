@@ -10,71 +10,72 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm import tqdm
 
 from src.config.config import Config
 from src.config.errors import explained
 from src.tools.plan.estimate import seconds_of
-from src.tools.plan.measure import launcher_arguments
+from src.tools.plan.measure import highest, launcher_arguments
 from src.tools.plan.search import Row
 
 GB = 1e9
 FORMATS: dict[str, Callable[[float], str]] = {
-    "GB": "{:.1f}".format,
-    "step": "{:.3f}".format,
+    "GB": "{:,.1f}".format,
+    "s/step": "{:,.3f}".format,
     "tok/s/GPU": "{:,.0f}".format,
     "MFU": "{:.1%}".format,
-    "hours": lambda hours: tqdm.format_interval(hours * 3600),
+    "time": lambda hours: f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:.1f} min",
     "cost": "${:,.2f}".format,
 }
 """How the table formats fractional numbers, by column."""
 
 
 def line(row: Row, config: Config) -> dict[str, Any]:
-    """Return a line of the table: what the row's run needs, by column; fewer columns if it can't be run."""
+    """Return a line of the table: what the row's run needs, by column, `time` in hours; fewer if it can't be run."""
     measured, gpu, gpus = row.measured, row.setup.gpu, row.setup.gpus
     shown: dict[str, Any] = {"GPUs": gpus, "yaml": row.setup.name}
     if not measured:
         return shown
     seconds = seconds_of(measured, gpu, gpus, config.compile)
     hours = seconds.step * measured.total_steps / 3600
-    phase, (needed, _) = max(measured.memory.items(), key=itemgetter(1))
-    limit = seconds.limit
-    if not row.is_fitting:
-        excess = needed - gpu.capacity
-        limit = f"does not fit: {f'{excess / GB:.1f} GB over in the {phase}' if excess > 0 else 'fragmentation'}"
     return shown | {
-        "GB": needed / GB,
+        "GB": highest(measured.memory) / GB,
         "micro": measured.micro_batch,
         "most": measured.largest,
-        "step": seconds.step,
+        "s/step": seconds.step,
         "tok/s/GPU": measured.tokens / seconds.step / gpus,
         "MFU": measured.model_flops / seconds.step / gpus / gpu.peak("bf16"),
-        "hours": hours,
+        "time": hours,
         "cost": hours * gpus * (gpu.price_usd_hour or 0),
-        "limit": limit,
+        "limit": seconds.limit if row.is_fitting else "memory",
     }
 
 
+def obstacle(row: Row) -> str:
+    """Return why the row's run can't be run, or by how much it doesn't fit; empty if it fits."""
+    if not row.measured or row.is_fitting:
+        return row.reason
+    phase, (needed, _) = max(row.measured.memory.items(), key=itemgetter(1))
+    excess = (needed - row.setup.gpu.capacity) / GB
+    return f"does not fit: {f'{excess:,.1f} GB over in the {phase}' if excess > 0 else 'fragmentation'}"
+
+
 def table(rows: list[Row], config: Config) -> str:
-    """Return notes on what was tuned, a line for each row that was measured, and why the others can't be run."""
+    """Return notes on what was tuned, a line for each row that was measured, and why others can't be run or don't
+    fit."""
     measured = [row for row in rows if row.measured]
     parts = [*dict.fromkeys(note for row in rows if row.measured for note in row.measured.notes)]
     if measured:
         lines = pd.DataFrame([line(row, config) for row in measured])
-        limits = ["limit", *lines.pop("limit")]
         lines = lines.loc[:, (lines != 0).any()]  # images have no tokens, and a GPU may have no price
-        names = lines.columns.str.replace("hours", "time")
-        text = lines.to_string(index=False, header=[*names], formatters=FORMATS)
-        parts += [f"{figures} {limit}" for figures, limit in zip(text.splitlines(), limits, strict=True)]
-    parts += [f"{row.setup.gpus} {row.setup.name}: {row.reason}" for row in rows if row.reason]
+        parts.append(lines.to_string(index=False, header=[*lines], formatters=FORMATS))
+    parts += [f"{row.setup.gpus} {row.setup.name}: {why}" for row in rows if (why := obstacle(row))]
     return "\n".join(parts)
 
 
 def recommendation(rows: list[Row], config: Config) -> str:
     """Return the command of the row that fits and takes the fewest GPU hours, and what it needs."""
     fitting = [row for row in rows if row.measured and row.is_fitting]
-    row = min(fitting, key=lambda row: line(row, config)["hours"] * row.setup.gpus, default=None)
+    row = min(fitting, key=lambda row: line(row, config)["time"] * row.setup.gpus, default=None)
     if not row or not row.measured:
         return "nothing fits: try --activation_checkpointing=true, LoRA, shorter sequences, more GPUs or larger ones"
     setup, found = row.setup, line(row, config)
@@ -84,9 +85,9 @@ def recommendation(rows: list[Row], config: Config) -> str:
     command += f"train.py {shlex.join(setup.arguments)}"
     if row.measured.micro_batch != config.forward_batch_size(setup.gpus // setup.cp_size):
         command += f" --micro_batch_size={row.measured.micro_batch}"
-    takes = [FORMATS[name](found[name]) for name in ("hours", "cost") if found[name]]
-    takes.append(f"{setup.gpu.capacity / GB - found['GB']:.1f} GB to spare")
-    return f"cheapest that fits: {', '.join(takes)}\n  {command}"
+    takes = (f"{FORMATS[name](found[name])}, " for name in ("time", "cost") if found[name])
+    spare = f"{setup.gpu.capacity / GB - found['GB']:,.1f} GB to spare"
+    return f"cheapest that fits: {''.join(takes)}{spare}\n  {command}"
 
 
 def write(rows: list[Row], config: Config, output: Path) -> Path:
