@@ -38,7 +38,8 @@ FILES = {
     "course": "docs/learn tests/test_learn.py",
     "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml docs/examples.md"
     " tests/test_examples.py tests/text/test_examples.py",
-    "template": "scripts/new* scripts/stub* tests/test_rooms.py .ci CITATION.cff docs/run.svg uv.lock",
+    "template": "scripts/new* scripts/stub* scripts/take_pictures.py tests/test_rooms.py tests/test_pictures.py"
+    " .ci CITATION.cff docs/run.svg uv.lock",
 }
 """The files and folders of each room."""
 SHARED = {
