@@ -12,7 +12,8 @@ unused_name = $$(name=$(1); n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); nam
 .PHONY: help setup train test testall test-oldest test-machines lint format clean
 
 help:  ## list the targets
-	@sed -n 's/  # room[:].*//; s/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/  # room[:].*//; s/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+	@echo; echo "ARGS is passed on: make train ARGS=--seed=1, make test ARGS='-k parity'"
 
 setup: $(VENV)/installed  ## create .venv with everything in it
 
@@ -38,23 +39,23 @@ ifeq ($(wildcard $(BIN)/pytest),)  # `uv sync` removes what the tests need
 .PHONY: $(VENV)/installed
 endif
 
-train: setup  ## train the CNN on scikit-learn's digits: two minutes on 2 cores, no download; ARGS='--seed=1 …'
+train: setup  ## train the CNN on scikit-learn's digits: two minutes
 	@$(TRAIN) --config configs/digits.yaml --run_name=$(call unused_name,digits) $(ARGS)
 
-test: setup  ## run all but the slow tests, 6 to 12 minutes; ARGS='-k parity' for some of them
+test: setup  ## run all but the slow tests: 6 to 12 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
-test-oldest:  ## run the same tests in .venv-oldest, with the oldest versions that the bounds allow
+test-oldest:  ## run the same tests with the oldest versions allowed
 	@UV_RESOLUTION=lowest-direct $(MAKE) --no-print-directory test VENV=.venv-oldest
 
-testall: setup  ## run all tests, the slow ones too, two hours; ARGS=tests/faults for some of them
+testall: setup  ## run all tests, the slow ones too: two hours
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=tests/gpu -n logical --maxprocesses=4 \
 		--dist=worksteal $(ARGS)
 
-test-machines: setup  ## run the multi-machine tests, as root: they need network namespaces and Slurm  # room: machines
+test-machines: setup  ## run the multi-machine tests, as root, with Slurm  # room: machines
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/machines -n 2 --dist=worksteal $(ARGS)  # room: machines
 
-lint: setup  ## run the linter, formatter and type checker without changing anything
+lint: setup  ## check style, formatting and types, changing nothing
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -68,5 +69,5 @@ format: setup  ## fix lint and formatting where possible
 -include tests/gpu.mk  # make test-gpu
 -include scripts/new.mk  # make new
 
-clean:  ## remove .venv, .venv-oldest and caches, but not runs/ and data/
+clean:  ## remove .venv, .venv-oldest and caches, not runs or data
 	@rm -rf .venv .venv-oldest .*_cache

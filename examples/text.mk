@@ -2,12 +2,12 @@
 
 .PHONY: chat classify
 
-chat: setup  ## fine-tune a chat model with LoRA on questions about this project, 5 minutes; MODEL=folder for another model
+chat: setup  ## fine-tune a chat model with LoRA, 5 minutes; MODEL=folder
 	@model=$(or $(MODEL),$$($(BIN)/python -m examples.weights chat)) && \
 	$(TRAIN) --config configs/chat_lora.yaml \
 		--run_name=$(call unused_name,chat) --task.model=$$model $(if $(MODEL),--task.chat_template=null) $(ARGS)
 
-classify: setup  ## fine-tune an encoder to classify questions by topic; MODEL=folder for another model
+classify: setup  ## fine-tune an encoder to sort questions; MODEL=folder
 	@model=$(or $(MODEL),$$($(BIN)/python -m examples.weights classify)) && \
 	$(TRAIN) --config configs/classify.yaml \
 		--run_name=$(call unused_name,classify) --task.model=$$model $(ARGS)

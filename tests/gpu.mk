@@ -9,7 +9,7 @@ CANNOT += $(foreach task,lm experts new classifier pictures table pairs,\
 	--deselect 'tests/test_parity.py::test_each_task_has_the_curve_and_the_metrics_of_one_process[$(task)' \
 	--deselect 'tests/faults/test_resume.py::test_each_task_goes_on_to_the_last_bit[$(task)')
 
-test-gpu: setup  ## run the GPU tests on emulated GPUs, 15 minutes: tests/gpu, and the tests of parity, faults and --check
+test-gpu: setup  ## run the GPU tests on emulated GPUs: 15 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu $(XDIST) $(ARGS)
 	@OMP_NUM_THREADS=1 TESTS_USE_GPUS=1 $(BIN)/python -m tests.gpu.build --devices=4 $(BIN)/python -m pytest -m 'not slow' $(CANNOT) $(XDIST) \
 		tests/test_parity.py tests/faults $(wildcard tests/check) \
