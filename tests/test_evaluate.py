@@ -77,9 +77,10 @@ def copied(whole: Whole, tmp_path: Path) -> Run:
 def test_list_of_checkpoints(launch: Launch, copied: Run) -> None:
     done = launch("cpu", "list", str(copied.folder), script="src/tools/checkpoints.py").succeeded()
     assert done.stderr == ""
-    for step, line in zip((14, 12, 8, 4), listed := done.stdout.splitlines(), strict=True):
-        assert re.match(rf"\S*/step_{step:08d} .*14.[45] MB.*ddp x 2", line)
-    assert f"eval/accuracy {copied.summary['eval/accuracy']:.4g}" in listed[0]
+    listed = re.split(r"\n(?! )", done.stdout)
+    for step, about in zip((14, 12, 8, 4), listed[:4], strict=True):
+        assert re.match(rf"\S*/step_{step:08d} .*14.[45] MB.*ddp x 2$", about.splitlines()[0])
+    assert f"\n  eval/loss {copied.summary['eval/loss']:.4f}  eval/accuracy " in listed[0]
     assert "eval" not in listed[1]
 
 

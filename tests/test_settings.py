@@ -223,7 +223,8 @@ def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capfd:
         run_settings(["--help", "--task.name=mnist"])
     assert ended.value.code == 0
     shown = capfd.readouterr().out
-    assert "--task.source=mnist   (mnist | digits)\n        mnist: 60,000 + 10,000 images" in shown
+    assert "--task.source=mnist   (mnist|digits)\n        mnist: 60,000 + 10,000 images" in shown
+    assert max(map(len, shown.splitlines())) <= 80
     assert not re.findall(r"^  --.*\n(?:\s*$|  --)", shown, re.MULTILINE), "undocumented"
 
 

@@ -68,7 +68,8 @@ def trials(file: str) -> dict[str, str]:
 def test_a_grid_has_each_combination_once_and_names_the_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(folder, parameters=SWEEP["parameters"] | {"seed": {"min": 0, "max": 1}})
     main([file])
-    _header, *table, best = capsys.readouterr().out.splitlines()
+    header, *table, best = capsys.readouterr().out.splitlines()
+    assert header.split() == ["value", "folder", "optim.lr", "seed", "sleep", "state"]
     assert [line.split()[0] for line in table] == ["0.1", "0.1", "0.2", "0.2", "0.3", "0.3"]
     name = table[0].split()[1]
     assert best == f"best model: runs/sweep/{name}/model"

@@ -136,7 +136,7 @@ def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(launch
     run = launch("fsdp", *TINY, "--dry-run", folder=tmp_path / "a/b", wandb="offline").succeeded()
     assert contents(tmp_path) == {}
     assert run.stderr == ""
-    assert run.stdout.splitlines()[-1].startswith("dry run: 14 of 14 steps to take, evaluating every 8, saving")
+    assert run.stdout.splitlines()[-2].startswith("dry run: 14 of 14 steps to take, evaluating every 8, saving")
     assert ", 2 processes" in run.stdout
     assert f"output     {tmp_path}/a/b" in run.stdout
     task = Mnist(source="digits")
@@ -156,7 +156,7 @@ def test_a_dry_run_loads_the_resume_point_and_touches_nothing(launch: Launch, wh
     run = launch("fsdp", *TINY, "--max_steps=20", "--dry-run", folder=folder).succeeded()
     assert f"skipped: {damaged}, state.json has " in run.stdout
     assert "after step 12, from" in run.stdout
-    assert run.stdout.splitlines()[-1].startswith("dry run: 8 of 20 steps to take")
+    assert run.stdout.splitlines()[-2].startswith("dry run: 8 of 20 steps to take")
     assert f"training example {order(epoch=0)[12 * 16]}, in step 13:" in run.stdout
     other = launch("cpu", *TINY, "--optim.lr=1", "--dry-run", folder=folder)
     assert other.exit_code == 2

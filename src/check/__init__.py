@@ -6,6 +6,7 @@ model with its gradients and optimizer state.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from textwrap import fill
 
 import torch
 
@@ -41,7 +42,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     rows = []
     for row in examine(Subject(run, train_step, evaluate), CHECKS):
         rows.append(row)
-        tell(*lines(row))
+        tell(*(fill(line, 80, subsequent_indent=" " * 18) for line in lines(row)))
     failed = [row["check"] for row in rows if row["means"]]
     if run.is_main:
         config.folder.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ def worst(what: str, errors: Errors, bound: float, cause: str) -> Row:
     """Return a row that compares the largest error with the bound."""
     index = int(np.argmax([*errors.values()]))  # NaN counts as the largest
     name, error = [*errors.items()][index]
-    return finding(what, f"{error:.1e} ({name})", f"{bound:.2g}", error <= bound, cause)
+    return finding(what, f"off by {error:.2g} ({name})", f"at most {bound:g}", error <= bound, cause)
 
 
 def worst_process(rows: tuple[Row, ...]) -> Row:

@@ -32,10 +32,13 @@ from src.config.settings import (
 from src.config.terminal import say
 
 USAGE = """\
-accelerate launch --config_file accelerate_configs/ddp.yaml train.py [--config=FILE.yaml]... [--key.sub=value]...
+accelerate launch --config_file accelerate_configs/ddp.yaml
+    train.py [--config=FILE.yaml]... [--key.sub=value]...
 
-Settings and their defaults. Yamls given by --config override the defaults; the command line overrides both.
-The task's own settings are shown for the chosen task: --task.name={tasks}
+Settings and their defaults. Yamls given by --config override the defaults; the
+command line overrides both. The task's own settings are shown for the chosen
+--task.name:
+  {tasks}
 """
 PLACE = {"run_name", "output_dir", "resume"}
 """Settings that determine the files a run reads and writes."""
@@ -201,7 +204,7 @@ def load_config(
         name = next(iter(tasks))
     config_class = _config_class(name, tasks)
     if wants_help:
-        say(USAGE.format(tasks=" | ".join(tasks)), help_text(config_class))
+        say(USAGE.format(tasks="\n  ".join(tasks)), help_text(config_class))
         sys.exit(0)
 
     values["task.name"] = name

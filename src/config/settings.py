@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
+from textwrap import fill, indent
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator, model_validator
@@ -215,9 +216,10 @@ def help_text(model: type[Settings]) -> str:
     lines = []
     for name, field, _ in setting_fields(model):
         default = write_yaml(field.get_default(call_default_factory=True), is_in_one_line=True)
-        choices = map(str, get_args(field.annotation)) if get_origin(field.annotation) is Literal else ()
-        lines.append(f"  --{name}={default.splitlines()[0]}" + (f"   ({' | '.join(choices)})" if choices else ""))
-        lines.append(f"        {' '.join((field.description or '').split())}")
+        is_choice = get_origin(field.annotation) is Literal
+        choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" if is_choice else ""
+        lines.append(f"  --{name}={default.splitlines()[0]}{choices}")
+        lines.append(indent(fill(field.description or "", 72), " " * 8))
     return "\n".join(lines)
 
 

@@ -18,13 +18,10 @@ unread: list[str] = []
 
 
 def bar(desc: str = "", **options: Any) -> Any:
-    """Return a tqdm bar, or its text alone if there is no total.
-
-    It is shown until it is done, by the run's first process, if both streams go to a terminal.
-    """
+    """Return a tqdm bar; `options` has its total. It is shown until it is done, by the run's first process, if both
+    streams go to a terminal."""
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    counts = "{percentage:3.0f}% {bar:10} {n_fmt}/{total_fmt}  eta {remaining}  {desc}"
-    layout = counts if "total" in options else "{desc} …"
+    layout = "{percentage:3.0f}% {bar:10} {n:,}/{total:,}  eta {remaining}  {desc}"
     options = {"bar_format": layout, "leave": False, "dynamic_ncols": True, **options}
     return tqdm(desc=desc, disable=not (is_terminal and is_first()), **options)
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import SGD
 
 from src.config.config import Config
-from src.config.environment import LaunchEnvironment, processes
+from src.config.environment import LaunchEnvironment
 from src.config.errors import UserError, explained, refuse
 from src.distributed.cpu import tune_for_cpu
 from src.distributed.launcher import Launcher, find_launcher, launch_errors, refuse_another_strategy
@@ -118,9 +118,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     precision = "fp32" if precision == "no" else precision
     if is_stand_in:
-        stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
-        started = processes(asked.world_size) + (f" on {backend}" if backend else "")
-        note = f"no GPU here: {stand_in}, {started}{', sharding for real' if asked.fsdp else ''}, {precision}"
+        note = f"no GPU here: {f'the CPU stand-in for {config_file}' if config_file else 'training on the CPU'}"
     kind = yaml.get("distributed_type", "FSDP" if asked.fsdp else "MULTI_GPU" if asked.world_size > 1 else "NO")
     return accelerator, Launch(
         config_file=config_file,

@@ -17,20 +17,21 @@ from src.checkpoint.load import config_of, is_checkpoint_folder, load_trained_mo
 from src.checkpoint.rng import absent_random_file
 from src.config.errors import UserError
 from src.distributed.process import exit_codes
+from src.training.evaluation import evaluation_line
 
 
 def print_line(path: Path, contents: bool) -> bool:
-    """Print a line about a checkpoint. Return whether its files have the right sizes and, if `contents`, checksums."""
+    """Print lines about a checkpoint. Return whether its files have the right sizes and, if `contents`, checksums."""
     if wrong := "; ".join(problems(path, contents)):
         print(f"{path}  DAMAGED: {wrong}")
         return False
     state = read_state(path)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
-    evaluated = "  ".join(f"{name} {value:.4g}" for name, value in evaluation_of(path).items())
+    evaluated = evaluation_line(evaluation_of(path))
     under = f"{state.origin.strategy} x {state.origin.num_processes}"
     absent = absent_random_file(path, state.origin.num_processes)
-    print(f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {under}  {evaluated}  {absent}".rstrip())
+    print(f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {under}\n  {evaluated}  {absent}".rstrip())
     return True
 
 

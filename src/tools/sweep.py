@@ -29,6 +29,7 @@ from sqlalchemy.pool import NullPool
 from src.checkpoint.files import read_lines
 from src.config.errors import RunError, UserError, explained
 from src.config.settings import problem_text, read_yaml
+from src.config.terminal import say
 from src.distributed.process import SIGNALS, end_with_parent, exit_codes
 
 MACROS = {"${env}": ["/usr/bin/env"], "${interpreter}": ["python"]}
@@ -149,6 +150,7 @@ def objective(trial: Trial, sweep: Sweep, folder: Path, others: list[str]) -> fl
     own = folder / trial.user_attrs.get("folder", f"trial-{trial.number:02}")
     trial.set_user_attr("folder", own.name)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    say(f"{own.name}, see {own}.log …")
     with Path(f"{own}.log").open("ab") as log:
         process = psutil.Popen(
             command_of(sweep, sweep.choose(trial), own, others),
@@ -216,11 +218,20 @@ def main(argv: list[str]) -> None:
     wanted = options.trials or sweep.size
     if not wanted:
         raise UserError(f"method: {sweep.method} never ends by itself: add --trials=8")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = open_study(sweep, folder)
     SIGNALS.catch()
-    left = max(0, wanted - len(finished(study)))
-    study.optimize(lambda trial: objective(trial, sweep, folder, others), n_trials=left)
+    study.optimize(
+        lambda trial: objective(trial, sweep, folder, others),
+        n_trials=max(0, wanted - len(finished(study))),
+        callbacks=[
+            lambda _, trial: say(
+                f"{trial.state.name}, {sweep.metric.name} {math.nan if trial.value is None else trial.value:,.4f}"
+            )
+        ],
+    )
     table = study.trials_dataframe(("value", "user_attrs", "params", "state"))
+    table.columns = table.columns.str.replace("user_attrs_|params_", "", regex=True)
     print(table.sort_values("value", ascending=sweep.metric.goal == "minimize").to_string(index=False))
     if not finished(study):
         raise RunError("all trials failed; to retry them, run the same command")

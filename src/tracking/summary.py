@@ -26,8 +26,8 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
         "model": _model(run),
         "data": f"{len(run.train_set):,} training examples, {len(run.eval_set):,} evaluation examples",
         **{part: _in_one_line(figures) for part, figures in run.facts["data"].items()},
-        "batch": f"{config.global_batch_size} = {config.forward_batch_size(run.data_size)} per micro-batch x "
-        f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size)} accumulated",
+        "batch": f"{config.global_batch_size:,} = {config.forward_batch_size(run.data_size):,} per micro-batch x "
+        f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size):,} accumulated",
         "tuned": ", ".join(run.facts["tuned"]),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),
@@ -53,10 +53,11 @@ def _model(run: Run) -> str:
 
 
 def _in_one_line(figures: dict[str, float]) -> str:
-    """Return figures as one line of text: integers are counts, floats are fractions."""
+    """Return the figures that are not 0 as one line of text: integers are counts, floats are fractions."""
     return ", ".join(
         f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
         for name, value in figures.items()
+        if value
     )
 
 
@@ -73,8 +74,12 @@ def dry_run(run: Run, *_: Any) -> bool:
         if {"targets", "tokens"} <= figures.keys():
             fraction = f"{figures['targets'] / figures['tokens']:.1%}"
             say(shown(f"\n⟦like this⟧: contributes to the loss ({fraction} of the training data's tokens)"))
-        every = f"evaluating every {run.config.eval_every or run.steps_per_epoch}, saving every {run.config.save_every}"
-        say("", f"dry run: {total - step} of {total} steps to take, {every} steps; nothing was written")
+        say(
+            "",
+            f"dry run: {total - step:,} of {total:,} steps to take, evaluating every "
+            f"{run.config.eval_every or run.steps_per_epoch:,}, saving every {run.config.save_every:,}",
+            "nothing was written",
+        )
     return True
 
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shlex
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from src.tasks.base import Metrics, Tables
 from src.tracking.part import Entry
 from src.tracking.summary import print_summary
 from src.training.batches import examples_seen
-from src.training.evaluation import Evaluation
+from src.training.evaluation import Evaluation, evaluation_line
 from src.training.progress import StepResult
 from src.training.run import Run
 
@@ -36,7 +35,6 @@ class Tracker:
         """Open the log, and print what is about to run. `where`: where parts log the run, by title."""
         self._run, self.folder = run, run.config.folder
         self._first = run.progress.step
-        self._started = time.perf_counter()
         self._is_noted = False
         if run.is_main:
             self._open_log()
@@ -108,9 +106,8 @@ class Tracker:
         loss = "non-finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
         self._facts = f"loss {loss}  {speed}"
         if self._bar.disable:
-            seconds_per_step = (time.perf_counter() - self._started) / (step - self._first)
-            eta = tqdm.format_interval(seconds_per_step * (total - step))
-            self.tell(f"step {step:>6}/{total}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
+            eta = tqdm.format_interval(self._run.progress.seconds / step * (total - step))
+            self.tell(f"step {step:>6,}/{total:,}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
 
     def log_evaluation(self, evaluation: Evaluation) -> Logged:
         """Log an evaluation made after the latest step."""
@@ -119,7 +116,7 @@ class Tracker:
             return {}, {}
         tables = run.task.tables(evaluation.outputs, run.eval_set)
         logged = self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
-        self.tell(f"step {step:>6}/{run.total_steps}  {_evaluation_line(evaluation.metrics)}")
+        self.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
         return logged
 
     def log_report(self, exported: Exported) -> Logged:
@@ -176,7 +173,7 @@ class Tracker:
         self._bar.set_description_str(self._facts)
         self._bar.close()
         self.tell(
-            f"done in {tqdm.format_interval(progress.seconds)}: {_evaluation_line(evaluation)}",
+            f"done in {tqdm.format_interval(progress.seconds)}: {evaluation_line(evaluation)}",
             f"  model      {shlex.quote(str(self.folder))}/model",
             f"  log        {self.folder}/metrics.jsonl, summary.json, config.yaml",
         )
@@ -211,7 +208,3 @@ class Tracker:
             self._bar.close()
             with contextlib.suppress(OSError):  # a failed write has been reported
                 self._metrics.close()
-
-
-def _evaluation_line(metrics: Metrics) -> str:
-    return "  ".join(f"{n} {v:.4f}" if isinstance(v, float) else f"{n} {v:,}" for n, v in metrics.items())

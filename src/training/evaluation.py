@@ -117,3 +117,8 @@ def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> Metr
     require_right(task, "metrics", of_task)
     found = {"loss": loss, "examples": examples, **of_task}
     return {f"eval/{name}": value for name, value in found.items()}
+
+
+def evaluation_line(metrics: Metrics) -> str:
+    """Return metrics as one line of text, without the number of examples, which is the same each time."""
+    return "  ".join(f"{name} {value:,.4f}" for name, value in metrics.items() if name != "eval/examples")
