@@ -95,6 +95,14 @@ def test_a_run_may_have_hardly_anything(tmp_path: Path) -> None:
         assert ">mnist</td>" in page(run_folder(tmp_path / f"{i}", records))
 
 
+def test_numbers_are_as_people_write_them(tmp_path: Path) -> None:
+    """Tried with four digits for all numbers, 4.312e+04, and without a look at booleans, 0."""
+    of_run = run_folder(tmp_path / "run", [evaluation(1, 43120.3)], nesterov=False, lr=5e-05)
+    html = page(of_run)
+    for shown in (">43,120<", "<td>False</td>", ">5e-05<"):
+        assert shown in html
+
+
 def test_many_records_and_long_texts_stay_below_a_megabyte(tmp_path: Path) -> None:
     """Tried without the cuts: 6 MB; with POINTS = 10**6: 4 MB."""
     noise = [training(step, **{"train/loss": 2 + step % 7}) for step in range(1, 20_001)]
