@@ -119,7 +119,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     precision = "fp32" if precision == "no" else precision
     if is_stand_in:
         stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
-        started = processes(asked.world_size) + (f" on {backend}" if backend else "")
+        started = f"{processes(asked.world_size)}{f' on {backend}' if backend else ''}"
         note = f"no GPU here: {stand_in}, {started}{', sharding for real' if asked.fsdp else ''}, {precision}"
     kind = yaml.get("distributed_type", "FSDP" if asked.fsdp else "MULTI_GPU" if asked.world_size > 1 else "NO")
     return accelerator, Launch(

@@ -121,7 +121,8 @@ def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> Metr
 
 def evaluation_line(metrics: Metrics) -> str:
     """Return metrics as one line of text, without the number of examples, which is the same each time."""
-    shown = {name: value for name, value in metrics.items() if name != "eval/examples"}
     return "  ".join(
-        f"{name} {value:,.4f}" if isinstance(value, float) else f"{name} {value:,}" for name, value in shown.items()
+        f"{name} {value:,.{4 * isinstance(value, float)}f}"  # counts are whole numbers
+        for name, value in metrics.items()
+        if name != "eval/examples"
     )
