@@ -42,7 +42,8 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     rows = []
     for row in examine(Subject(run, train_step, evaluate), CHECKS):
         rows.append(row)
-        tell(*(fill(line, 80, subsequent_indent=" " * 18) for line in lines(row)))
+        for line in lines(row):
+            tell(fill(line, 80, subsequent_indent=" " * 18))
     failed = [row["check"] for row in rows if row["means"]]
     if run.is_main:
         config.folder.mkdir(parents=True, exist_ok=True)

@@ -22,8 +22,8 @@ def bar(desc: str = "", **options: Any) -> Any:
     streams go to a terminal."""
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     layout = "{percentage:3.0f}% {bar:10} {n:,}/{total:,}  eta {remaining}  {desc}"
-    options = {"bar_format": layout, "leave": False, "dynamic_ncols": True, **options}
-    return tqdm(desc=desc, disable=not (is_terminal and is_first()), **options)
+    options = {"bar_format": layout, "leave": False, **options}
+    return tqdm(desc=desc, disable=not (is_terminal and is_first()), dynamic_ncols=True, **options)
 
 
 def is_first() -> bool:

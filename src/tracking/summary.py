@@ -74,12 +74,8 @@ def dry_run(run: Run, *_: Any) -> bool:
         if {"targets", "tokens"} <= figures.keys():
             fraction = f"{figures['targets'] / figures['tokens']:.1%}"
             say(shown(f"\n⟦like this⟧: contributes to the loss ({fraction} of the training data's tokens)"))
-        say(
-            "",
-            f"dry run: {total - step:,} of {total:,} steps to take, evaluating every "
-            f"{run.config.eval_every or run.steps_per_epoch:,}, saving every {run.config.save_every:,}",
-            "nothing was written",
-        )
+        every = f"every {run.config.eval_every or run.steps_per_epoch:,}, saving every {run.config.save_every:,}"
+        say(f"\ndry run: {total - step:,} of {total:,} steps to take, evaluating {every}\nnothing was written")
     return True
 
 
