@@ -230,6 +230,8 @@ def test_it_is_a_repository_of_its_own(made: tuple[Path, str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_its_own_tests_and_type_checks_pass(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tests were tried in one with a train.py that forgets to multiply by the processes (gradient norms differ),
+    that resumes with the first batch, that counts an example too many, and whose rate is 0: the test of each fails."""
     monkeypatch.setattr("tests.launching.SECONDS", 3600)
     project = tmp_path / "project"
     make_new(tmp_path, "NAME=my-project", f"DEST={project}", f"TASK={task}").succeeded()
