@@ -173,7 +173,7 @@ def test_each_room_is_offered_or_never_comes_along() -> None:
     [*((task, "") for task in TASKS), ("mnist", "all"), *(slow(task, "all") for task in [*TASKS][1:])],
 )
 def test_a_project_is_about_its_task_and_names_nothing_that_is_gone(tmp_path: Path, task: str, without: str) -> None:
-    """Its pages link to what is there, and its code is formatted. Tried with `make new` in its README."""
+    """Its pages link to what is there, and its code is formatted. Tried without `cut_pages` and `cut_comments`."""
     project = tmp_path / "project"
     make_new(tmp_path, "NAME=my-project", f"DEST={project}", f"TASK={task}", f"WITHOUT={without}").succeeded()
     for check in (["check"], ["format", "--check"]):
