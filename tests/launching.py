@@ -37,7 +37,7 @@ WANDB = (PROJECT / "src/tracking/wandb.py").exists()  # room: template
 QUIET = ("--wandb.mode=disabled",) if WANDB else ()  # room: template
 
 WRITES_TO = (  # room: template
-    "import os, sys\n"
+    "\nimport os, sys\n"
     "os.dup2({}, 1)\n"
     "os.dup2(1, 2)\n"
     "sys.stdout = sys.__stdout__ = open(1, 'w')\n"

@@ -173,7 +173,7 @@ def test_each_room_is_offered_or_never_comes_along() -> None:
     [*((task, "") for task in TASKS), ("mnist", "all"), *(slow(task, "all") for task in [*TASKS][1:])],
 )
 def test_a_project_is_about_its_task_and_names_nothing_that_is_gone(tmp_path: Path, task: str, without: str) -> None:
-    """Its pages link to what is there, and its code is formatted. Tried with `make new` in its README."""
+    """Its pages link to what is there, and its code is formatted. Tried without `cut_pages` and `cut_comments`."""
     project = tmp_path / "project"
     make_new(tmp_path, "NAME=my-project", f"DEST={project}", f"TASK={task}", f"WITHOUT={without}").succeeded()
     for check in (["check"], ["format", "--check"]):
@@ -230,6 +230,8 @@ def test_it_is_a_repository_of_its_own(made: tuple[Path, str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_its_own_tests_and_type_checks_pass(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tests were tried in one with a train.py that forgets to multiply by the processes (gradient norms differ),
+    that resumes with the first batch, that counts an example too many, and whose rate is 0: the test of each fails."""
     monkeypatch.setattr("tests.launching.SECONDS", 3600)
     project = tmp_path / "project"
     make_new(tmp_path, "NAME=my-project", f"DEST={project}", f"TASK={task}").succeeded()

@@ -39,6 +39,10 @@ def evaluations(run: Run) -> list[dict[str, float]]:
     ]
 
 
+def norms(run: Run) -> list[float]:
+    return [record["train/grad_norm"] for record in run.records if "train/grad_norm" in record]
+
+
 def curve(run: Run) -> list[dict[str, Any]]:
     """The log without the times."""
     return [{name: value for name, value in r.items() if not name.startswith("perf/")} for r in run.records]
@@ -53,6 +57,7 @@ def test_two_processes_train_as_one_does(alone: Run, split: Run) -> None:
     """Only the order of sums differs, and rounding with it."""
     assert split.summary["num_processes"] == 2
     assert split.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert norms(split) == pytest.approx(norms(alone), rel=1e-4)
     for found, expected in zip(evaluations(split), evaluations(alone), strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
 
