@@ -218,7 +218,10 @@ def help_text(model: type[Settings]) -> str:
         default = write_yaml(field.get_default(call_default_factory=True), is_in_one_line=True)
         is_choice = get_origin(field.annotation) is Literal
         choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" if is_choice else ""
-        lines += [f"  --{name}={default.splitlines()[0]}{choices}", indent(fill(field.description or "", 72), "        ")]
+        lines += [
+            f"  --{name}={default.splitlines()[0]}{choices}",
+            indent(fill(field.description or "", 72), "        "),
+        ]
     return "\n".join(lines)
 
 
