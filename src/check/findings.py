@@ -53,7 +53,7 @@ def lines(row: Row) -> Iterator[str]:
     """Yield a row as a line and, if it failed, another line with its likely causes."""
     yield f"{row['result']}  {row['check']:10}  {row['what']}: {row['measured']}  [{row['bound']}]"
     if row["means"]:
-        yield f"      -> {row['means']}"
+        yield f"{'->':>17} {row['means']}"
 
 
 def gather(value: Any) -> list[Any]:

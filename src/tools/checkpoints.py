@@ -29,8 +29,10 @@ def print_line(path: Path, contents: bool) -> bool:
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
     absent = absent_random_file(path, state.origin.num_processes)
-    print(f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {state.origin.strategy} x {state.origin.num_processes}")
-    print(f"  {evaluation_line(evaluation_of(path))}  {absent}".rstrip())
+    print(
+        f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {state.origin.strategy} x {state.origin.num_processes}\n"
+        f"  {evaluation_line(evaluation_of(path))}  {absent}".rstrip()
+    )
     return True
 
 
