@@ -162,6 +162,16 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
     assert mirrored(tmp_path / "mirror") == [14]
 
 
+def test_the_copying_thread_ends_with_the_run(tmp_path: Path) -> None:
+    """A pool that is open when Python exits prints an exception. Tried without: it is still there."""
+    mirror = Mirror(Accelerator(cpu=True), run_settings([f"--checkpoint.mirror={tmp_path}/mirror"]))
+    pool = copier()
+    mirror.close()
+    with pytest.raises(ValueError, match="not running"):
+        pool.apply_async(bool)
+    assert copier.cache_info().currsize == 0
+
+
 def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than half of timeout_minutes, which pass five times here. Tried with a limit for all of it: a RunError."""
     mirror = Mirror(Accelerator(cpu=True), run_settings([f"--checkpoint.mirror={tmp_path}/mirror"]))

@@ -187,8 +187,9 @@ class Mirror(Store):
             self.await_copy(bool)
         except RunError as error:
             say(f"WARNING: the mirror lacks the newest checkpoint: {error}")
-        copier().close()  # a pool that is still open at exit prints an exception
-        copier.cache_clear()
+        else:
+            copier().close()  # a pool that is still open at exit prints an exception
+            copier.cache_clear()
 
     def await_copy(self, work: Callable[..., object], *arguments: Any) -> None:
         """Call `work` in the copying thread, after what is queued there, and wait for it.
