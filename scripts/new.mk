@@ -7,5 +7,5 @@ new: export NEW_NAME := $(value NAME)
 new: export NEW_DEST := $(value DEST)
 new: export NEW_TASK := $(value TASK)
 new: export NEW_WITHOUT := $(value WITHOUT)
-new:  ## start your own project: it asks for name, folder, task, parts
+new:  ## start your own project: it asks for name, folder and task
 	@trap : INT; $(PYTHON) scripts/new_project.py || [ $$? = 130 ]  # which says that you left: make has nothing to add
