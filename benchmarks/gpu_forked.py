@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import is_bitsandbytes_available, is_torchao_available
 
 import train
 from benchmarks.runs import arguments, launch
@@ -25,6 +27,11 @@ from src.tracking.report import Report
 from src.training.batches import MicroBatch
 from src.training.run import Run
 from tests.warm_ranks import end, launched
+
+HIDDEN = {name for name in ("bitsandbytes", "torchao") if find_spec(name)}
+"""Libraries that touch the GPU when they are imported. What is imported here, transformers and peft among others, finds
+them missing; what is forked from here has them."""
+sys.modules.update(dict.fromkeys(HIDDEN))  # type: ignore[arg-type]  # None: it can't be imported
 
 Act = Callable[[Run, list[MicroBatch], Callable[[], Any], dict[str, Any]], Any]
 """What is done in place of a step: it is given the run, the step's micro-batches, what takes the step, and a dictionary
@@ -137,6 +144,10 @@ def fork(work: Callable[[], Any], log: Path, deadline: float = float("inf")) -> 
 
 def _work_and_leave(work: Callable[[], Any], log: Path, answer: Path) -> None:
     failure: BaseException | None = None
+    for name in HIDDEN:
+        del sys.modules[name]
+    is_bitsandbytes_available.cache_clear()
+    is_torchao_available.cache_clear()
     try:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, sys.stdout.fileno())

@@ -183,7 +183,7 @@ def measured(way: Any, kind: str, folder: Path, accelerator: Accelerator) -> dic
     watcher.start()
     try:
         model = way(task, accelerator)
-        core = without_adapters(task.core(model))
+        core = without_adapters(task._core(model))
         start_heads(core)
         core.tie_weights()
     except Exception as error:  # both processes have it

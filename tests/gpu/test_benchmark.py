@@ -11,6 +11,15 @@ from tests.gpu.build import emulated_environment
 from tests.launching import PROJECT, Launch, needs, run_command
 
 pytestmark = needs("benchmarks/gpu.py")
+IMPORTS = f"""
+import sys
+
+sys.path.insert(0, {str(PROJECT)!r})
+from benchmarks.gpu import torch, warm
+
+warm()
+assert torch.cuda.device_count() and not torch.cuda.is_initialized()
+"""
 
 
 def prove(folder: Path, *arguments: str, **environment: str) -> Any:
@@ -38,6 +47,14 @@ def test_what_there_is_no_time_for_is_left_out_and_named(tmp_path: Path) -> None
     proof = json.loads((tmp_path / "proof.json").read_text())
     assert all(row["is_right"] is None and "left out" in row["says"] for row in proof["rows"])
     assert "18 rows, 0 of them not as asked" in run.stdout
+
+
+def test_what_it_imports_leaves_the_gpu_alone(tmp_path: Path) -> None:
+    """A process that has touched a GPU can't be forked: torchao and bitsandbytes do when they are imported. Tried with
+    each of them not hidden."""
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTS)
+    run_command([sys.executable, str(script)], tmp_path, PROJECT, **emulated_environment()).succeeded()
 
 
 def test_without_a_gpu_it_is_one_line(launch: Launch, tmp_path: Path) -> None:
