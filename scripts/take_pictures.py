@@ -43,6 +43,7 @@ def in_terminal(command: str, folder: Path) -> str:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"TERM": "xterm-256color", "PATH": path, "NETRC": os.devnull}
+    environment.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))  # as the Makefile; else the launcher prints a notice
     environment.pop("WANDB_API_KEY", None)  # NETRC has W&B's credentials, too
     streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     process = subprocess.Popen(command, shell=True, cwd=folder, env=environment, **streams)
