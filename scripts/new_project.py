@@ -39,6 +39,8 @@ PAGES = (
 )  # fmt: skip
 """The pages that it has, if their rooms stay."""
 STUBS = TEMPLATE / "scripts/stubs"
+SHARED_STUBS = {"# the tests of every task\n": "every_task.py", "# a tiny encoder\n": "tiny_encoder.py"}
+"""What stands in place of a line of a task's tests."""
 ITS_DATA = "`build_datasets` in [{code}]({code}) reads the data."
 ELSEWHERE = "name another folder, such as ../my-project"
 LEFT = 130
@@ -289,7 +291,6 @@ def write_own_files(project: Path, plan: Plan, training: Training) -> None:
     stub = STUBS / f"{task}.md"
     text = stub.read_text(encoding="utf-8") if stub.exists() else f"{about(task)}\n---\n{ITS_DATA}"
     what, data = (part.strip() for part in text.split("\n---\n"))
-    run = re.findall(r"^run_name: (\S+)", (project / training.config).read_text(encoding="utf-8"), re.M)
     values = {
         "what": what,  # these first: they have some of the others
         "data": data,
@@ -297,7 +298,7 @@ def write_own_files(project: Path, plan: Plan, training: Training) -> None:
         "task": task,
         "code": training.code,
         "config": training.config,
-        "run": f"runs/{run[0] if run else task}",
+        "run": f"runs/{run_name(project, plan, training)}",
         "installs": ", make the example data" if training.maker else "",
     }
     for target in ("README.md", "AGENTS.md", ".github/workflows/test.yml"):
@@ -305,12 +306,19 @@ def write_own_files(project: Path, plan: Plan, training: Training) -> None:
         (project / target).write_text(filled(text, values), encoding="utf-8")
     stub = STUBS / f"test_{task}.py"
     tests = (stub if stub.exists() else STUBS / "test_other.py").read_text(encoding="utf-8")
-    tests = tests.replace("# the tests of every task\n", (STUBS / "every_task.py").read_text(encoding="utf-8"))
+    for line, shared in SHARED_STUBS.items():
+        tests = tests.replace(line, (STUBS / shared).read_text(encoding="utf-8"))
     (project / f"tests/test_{task}.py").write_text(tests.replace("stub_task", task), encoding="utf-8")
     if (project / "src/tools/sweep.py").exists() and task != "mnist":
         (project / "sweeps").mkdir(exist_ok=True)
         text = (STUBS / "sweep.yaml").read_text(encoding="utf-8")
         (project / f"sweeps/{task}.yaml").write_text(filled(text, values), encoding="utf-8")
+
+
+def run_name(project: Path, plan: Plan, training: Training) -> str:
+    """Return the name that `make train` gives its run: the config's, or else the task's."""
+    named = re.search(r"^run_name: (\S+)", (project / training.config).read_text(encoding="utf-8"), re.M)
+    return named[1] if named else plan.task
 
 
 def filled(text: str, values: dict[str, str]) -> str:
@@ -321,11 +329,13 @@ def filled(text: str, values: dict[str, str]) -> str:
 
 def name_what_is_there(project: Path, plan: Plan, training: Training) -> None:
     """Name the project, its config and its runs wherever others are named, and cut references to what is gone."""
-    run = re.findall(r"^run_name: (\S+)", (project / training.config).read_text(encoding="utf-8"), re.M)
     names = {"accelerate-template": plan.name}
     patterns = [
         (r"(?<=--config[= ])configs/\w+\.yaml", training.config),
-        (r"\b(?<=runs/)(?:mnist|digits|chat|chats|pretrain|classify|a)(?=[\s/`*.,)])", run[0] if run else plan.task),
+        (
+            r"\b(?<=runs/)(?:mnist|digits|chat|chats|pretrain|classify|a)(?=[\s/`*.,)])",
+            run_name(project, plan, training),
+        ),
     ]
     if plan.task != "mnist":
         names |= {"sweeps/mnist.yaml": f"sweeps/{plan.task}.yaml", "--task=mnist hides": f"--task={plan.task} hides"}

@@ -41,16 +41,7 @@ def write(folder: Path) -> None:
     write_model(folder / "model")
 
 
-def write_model(folder: Path) -> None:
-    """Write a tiny encoder with random weights, and a tokenizer of bytes."""
-    tokenizer = byte_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = AutoConfig.for_model(
-        "bert", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, max_position_embeddings=128, **sizes
-    )
-    torch.manual_seed(0)
-    AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+# a tiny encoder
 
 
 # the tests of every task
