@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from new_pages import LINK, leads_somewhere
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from rooms import pages
 
 from tests.launching import PROJECT
 
@@ -65,6 +67,18 @@ def test_each_page_asks_one_question_and_begins_with_an_example() -> None:  # ro
         title, *lines = page.read_text().splitlines()[:10]
         assert re.fullmatch(r"# [^?]+\?", title), page
         assert any(line.startswith(("```", "    ")) for line in lines), page
+
+
+def test_each_link_of_a_page_leads_to_a_file_and_to_one_of_its_headings() -> None:  # room: template
+    """And each page that code names is there. Tried with a heading renamed, and with a page of another name."""
+    for page in pages(PROJECT):
+        for _, target in LINK.findall(page.read_text()):
+            is_of_github = re.match(r"(\.\./)+(actions|generate|issues)\b", target)
+            assert is_of_github or leads_somewhere(page, target), (page, target)
+    for folder in ("src", "benchmarks", "launchers", "configs", "accelerate_configs", "examples"):
+        for file in filter(Path.is_file, PROJECT.glob(f"{folder}/**/*.*")):
+            named = re.findall(r"\bdocs/[\w/-]+\.md\b(?! at )", file.read_text(errors="ignore"))  # at a commit: others'
+            assert not [name for name in named if not (PROJECT / name).exists()], file
 
 
 def test_each_promise_names_tests_that_exist() -> None:  # room: template
