@@ -6,7 +6,9 @@ To change the loss or add a metric, edit `loss` or `metrics` of your task in src
 train_step.
 """
 
-import src.distributed.early  # noqa: F401  # imports take seconds: handle signals first
+import src.distributed.early  # noqa: F401  # isort: skip  # imports take seconds: handle signals first
+import torch
+
 from src.checkpoint.export import export_model, push_to_hub
 from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
@@ -21,7 +23,7 @@ from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.cuda_graph import CapturedStep
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_everywhere
-from src.training.gradients import float64_zeros, grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
+from src.training.gradients import grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.out_of_memory import explaining_memory
 from src.training.progress import StepResult
@@ -37,22 +39,22 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
     # targets in short ones more weight, as transformers' Trainer did until 2024 (transformers#34191). DDP and FSDP
     # average gradients over the processes: multiply by their number to get the sum back.
     scale = accelerator.num_processes * progress.loss_scale / max(counts["targets"], 1)
-    loss_sum = float64_zeros((), run.device)
+    losses = []
     for i, batch in enumerate(micro_batches, start=1):
         with reducing(run, is_last=i == len(micro_batches)):
             # call model(...), not model.forward(...): FSDP gathers a block's weights in forward hooks
             loss = run.task.loss(run.model, batch.data)
             if progress.step == 0:
                 require_sum(run.task, loss, batch.data)  # only in the first step, so that the others cost nothing
-            # a dummy batch has weight 0, but runs backward all the same, which is collective
-            accelerator.backward(loss * (scale * batch.weight))
-        if batch.weight:
-            loss_sum += loss.detach()
+            # start from the scale, not from 1: loss * scale would be four more operators. A dummy batch has weight 0,
+            # but runs backward all the same, which is collective
+            loss.backward(torch.full_like(loss, scale * batch.weight))
+        losses.append(loss.detach() if batch.weight else torch.zeros_like(loss))
 
     # ------------------------------------------------------------------------------------------------ norm and clip
     gradients = local_gradients(run.parameters)
     unscale = 1 / progress.loss_scale  # 1 except in fp16
-    norm = grad_norm(accelerator, gradients).mul_(unscale)
+    norm = grad_norm(accelerator, gradients, unscale)
     scale_and_clip_(gradients, unscale, norm, config.optim.max_grad_norm)
 
     # ------------------------------------------------------------------------------------------------------- update
@@ -60,7 +62,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
     set_lr(run.optimizers, lr)
     step_if_finite(run.optimizers, norm)  # on all processes or none; AdamW skips without the host waiting
     progress.step += 1
-    return StepResult(counts, lr, loss_sum, norm)
+    return StepResult(counts, lr, losses, norm)
 
 
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:

@@ -14,7 +14,7 @@ from transformers import get_wsd_schedule
 
 from src.config.groups import Optim
 from src.tasks.mnist import MnistCnn
-from src.training.gradients import _step_or_undo, grad_square_sum, local_gradients, scale_and_clip_, step_if_finite
+from src.training.gradients import _step_or_undo, local_gradients, local_norm, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at
 from src.training.progress import Progress
 
@@ -75,7 +75,7 @@ def test_clipping_is_torchs() -> None:
         b.grad = torch.randn_like(b)
         a.grad = b.grad * 7
     gradients = local_gradients(ours)
-    norm = grad_square_sum(gradients).sqrt() / 7
+    norm = local_norm(gradients) / 7
     scale_and_clip_(gradients, 1 / 7, norm, max_norm=0.5)
     torch.testing.assert_close(norm.float(), nn.utils.clip_grad_norm_(theirs, 0.5))
     for a, b in zip(ours, theirs, strict=True):

@@ -26,12 +26,12 @@ from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
 from src.config.config import Config, load_config
+from src.distributed.accelerator import sum_dtype
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tasks.base import Examples, Task, TaskState
 from src.tasks.task_checks import require_sum
 from src.training.batches import fetch_batch
-from src.training.gradients import float64_zeros
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model
 
@@ -60,7 +60,7 @@ def accumulate_gradients(task: Task, model: nn.Module, batches: Iterable[Any]) -
         UserError: Task.loss did not return a sum.
     """
     device = next(model.parameters()).device
-    loss_sum, num_targets = float64_zeros((), device), float64_zeros((), device)
+    loss_sum, num_targets = torch.zeros(2, dtype=sum_dtype(device), device=device)
     for batch in batches:
         data = send_to_device(batch, device)
         loss = task.loss(model, data)

@@ -191,6 +191,12 @@ def _strategy(accelerator: Accelerator) -> str:
     return f"{'hsdp' if num_replicas(accelerator) > 1 else 'fsdp'}{cp}{grad_op}{offload}"
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums of losses and counts: float64, or float32 on MPS, which has no float64."""
+    # the order of summation differs with the number of processes; in float64 that is far below a loss's rounding
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def num_replicas(accelerator: Accelerator) -> int:
     """Return how many processes hold the same gradients: all under DDP, one under FSDP, the replicas under HSDP."""
     if not accelerator.is_fsdp2:

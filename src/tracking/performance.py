@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,6 @@ PEAKS = {
 sheets of AMD and NVIDIA, its Ada whitepaper (4090) and AWS (A10G)."""
 PARTIAL = {"MIG", "Laptop", "D"}
 """Words in the names of devices that are slower than the table says."""
-NOTHING = np.zeros(4)
-"""The totals of no steps: number of steps, seconds for data, seconds of computing, FLOPs."""
 
 
 def peak_flops(name: str, precision: str) -> float | None:
@@ -47,7 +44,7 @@ def peak_flops(name: str, precision: str) -> float | None:
 
 
 class Performance:
-    """Measures the steps of a run. On a GPU it records events and reads them once they have passed: the host waits for
+    """Measures the steps of a run. On a GPU it records events: the host waits for
     the device in `interval_metrics` alone."""
 
     def __init__(self, run: Run) -> None:
@@ -56,8 +53,7 @@ class Performance:
         self._has_events = run.device.type != "cpu"
         name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
         self._peak = peak_flops(name, run.launch.precision)
-        self._pending: deque[tuple[Any, ...]] = deque()  # steps that the device may not have finished
-        self._totals = NOTHING
+        self._steps: list[tuple[Any, Any, Any, float]] = []  # of this interval: begin, data's arrival, end, FLOPs
 
     def begin_step(self) -> None:
         """Mark the start of a step, which waits for its data first."""
@@ -76,17 +72,19 @@ class Performance:
         if self._peak:
             count = self._run.task.flops
             flops = sum(batch.weight * count(self._model, batch.data) for batch in self._micro_batches)
-        self._pending.append((self._began, self._fetched, end, flops))
-        self._read_past()
+        self._steps.append((self._began, self._fetched, end, flops))
 
     def interval_metrics(self) -> dict[str, float]:
         """Return the metrics of the steps since the last call. Collective; wait for the device."""
         if self._has_events:
             self._now().synchronize()
-            self._read_past()
-        steps, data, compute, flops = sum(gather_object([self._totals])).tolist()
-        self._totals = NOTHING
-        metrics = {"perf/data_seconds": data / steps, "perf/compute_seconds": compute / steps}
+        # per step: seconds for data, seconds of computing, FLOPs
+        own = [
+            (self._seconds(begin, fetched), self._seconds(fetched, end), f) for begin, fetched, end, f in self._steps
+        ]
+        self._steps = []
+        data, compute, flops = np.mean(gather_object([np.mean(own, 0)]), 0).tolist()
+        metrics = {"perf/data_seconds": data, "perf/compute_seconds": compute}
         if self._peak and flops:
             metrics["perf/mfu"] = flops / (data + compute) / self._peak
         return metrics | {"perf/peak_memory_bytes": max(peak_memory(self._run.accelerator))}
@@ -101,13 +99,6 @@ class Performance:
 
     def _seconds(self, begin: Any, end: Any) -> float:
         return begin.elapsed_time(end) / 1e3 if self._has_events else end - begin
-
-    def _read_past(self) -> None:
-        """Add the steps that the device has finished to the totals."""
-        while self._pending and (not self._has_events or self._pending[0][2].query()):
-            begin, fetched, end, flops = self._pending.popleft()
-            step = 1, self._seconds(begin, fetched), self._seconds(fetched, end), flops
-            self._totals = self._totals + step
 
 
 def start_profiler(run: Run) -> profile | None:

@@ -70,7 +70,7 @@ class CapturedStep:
         # the graph does not advance the host's counter
         run.progress.step += 1
         # copies, as the next replay overwrites them before they are read
-        return StepResult(counts, lr, self._loss_sum.clone(), self._norm.clone())
+        return StepResult(counts, lr, [self._loss.clone()], self._norm.clone())
 
     def _warm_up(self, run: Run, micro_batches: list[MicroBatch], counts: Counts) -> StepResult:
         """Take a step on the stream that will be captured, as autograd runs backward where forward ran."""
@@ -91,7 +91,7 @@ class CapturedStep:
         # other threads keep using the GPU, such as the one that writes checkpoints
         with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
             result = self._train_step(run, [batch._replace(data=data)], counts)
-        self._loss_sum, self._norm = result.loss_sum, result.norm
+        (self._loss,), self._norm = result.losses, result.norm
         # train_step has counted the step, but its kernels did not run
         run.progress.step = step
 

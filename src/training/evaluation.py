@@ -9,11 +9,11 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
+from src.distributed.accelerator import sum_dtype
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Metrics, Task, Tensors
 from src.tasks.task_checks import require_right
 from src.training.batches import MicroBatch, fetch_batch, to_micro_batch
-from src.training.gradients import float64_zeros
 from src.training.run import Run
 
 
@@ -47,7 +47,7 @@ def evaluate_batches(
     # Sum and count: a mean of batch means is wrong if the last batch is smaller. Use float64, as fp32 stops counting at
     # 2**24, 16.8 million. Stay on the device until one all-reduce at the end: that is 5 times as fast as gathering each
     # batch (docs/figures.md).
-    totals = float64_zeros(3, device)
+    totals = torch.zeros(3, dtype=sum_dtype(device), device=device)
     # views into `totals`
     loss_sum, targets, examples = totals.unbind()
     outputs: dict[str, list[Tensor]] = {}

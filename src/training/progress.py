@@ -3,6 +3,7 @@
 import math
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from src.config.config import Config, metric_errors
 from src.config.errors import RunError, UserError
 from src.config.groups import EarlyStopping
+from src.distributed.accelerator import sum_dtype
 from src.tasks.base import Counts, Metrics
 from src.training.score import score
 
@@ -30,8 +32,8 @@ class StepResult(NamedTuple):
     counts: Counts
     """The step's counts over all processes, known before it began."""
     lr: float
-    loss_sum: Tensor
-    """Sum of the loss over this process's targets; shape (), float64."""
+    losses: list[Tensor]
+    """Loss of each micro-batch, summed over this process's targets; shape (). As many on all processes."""
     norm: Tensor
     """L2 norm of the gradients over all processes, before clipping; shape (), float64."""
 
@@ -50,8 +52,9 @@ def added(counts: Counts, more: Counts) -> Counts:
 def loss_sums(accelerator: Accelerator, results: list[StepResult]) -> list[float]:
     """Return each step's loss, summed over all processes; at least one step. Wait for the device. Collective."""
     # one all-reduce for all steps since the last one: the sums are not needed earlier, and each would stall its step
-    sums = torch.stack([result.loss_sum for result in results])
-    return accelerator.reduce(sums, "sum").tolist()
+    losses = torch.stack([loss for result in results for loss in result.losses])
+    summed = iter(accelerator.reduce(losses.to(sum_dtype(losses.device)), "sum").tolist())
+    return [sum(islice(summed, len(result.losses))) for result in results]
 
 
 def mean_loss(accelerator: Accelerator, result: StepResult) -> float:
