@@ -28,6 +28,7 @@ def reducing(run: Run, is_last: bool) -> AbstractContextManager[None]:
     return run.accelerator.no_sync(run.model)
 
 
+@torch.no_grad()  # else autograd would record each `to_local`
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return this process's shards of the gradients; whole gradients if they are not sharded."""
     return [to_local(p.grad) for p in parameters if p.grad is not None]
@@ -101,7 +102,8 @@ def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
             # alone. Offloaded parameters are on the CPU: the optimizer itself would copy found_inf there without
             # waiting, and might read it before it arrives.
             device = optimizer.param_groups[0]["params"][0].device
-            optimizer.found_inf = (~norm.isfinite()).float().to(device)  # type: ignore[attr-defined]
+            # NaN - NaN and inf - inf are NaN, which is not 0: half the kernels of isfinite
+            optimizer.found_inf = (norm - norm != 0).float().to(device)  # type: ignore[attr-defined]
             optimizer.step()
         elif is_captured:
             _step_or_undo(optimizer, norm.isfinite())
