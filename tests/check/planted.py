@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Optimizer
 
 from src.tasks.mnist import Digits, MnistCnn
@@ -89,9 +88,9 @@ def weighted(factor: Callable[[MicroBatch, int, Any], float]) -> Hook:
     return step
 
 
-def backward_of_the_last(backward: Hook, self: Accelerator, loss: Tensor) -> None:
-    self._models[0].zero_grad()
-    backward(self, loss)
+def forgetting_earlier_ones(reducing: Hook, run: Any, is_last: bool) -> Any:
+    run.model.zero_grad()
+    return reducing(run, is_last)
 
 
 def prepare_without_a_bias(prepare: Hook, accelerator: Any, model: Any) -> nn.Module:
@@ -239,7 +238,7 @@ FAULTS = [
     Fault("gradients summed, not averaged", "fsdp", "Steps", "a sum that was not divided",
           "train.train_step", weighted(lambda *_: 2.0)),
     Fault("all micro-batches forgotten but the last", "cpu", "Steps", "a mean of means",
-          "accelerate.Accelerator.backward", backward_of_the_last),
+          "train.reducing", forgetting_earlier_ones),
     Fault("a mean loss", "cpu", "Steps", "Task.loss returns a mean in place of the sum", "src.tasks.mnist.Mnist.loss",
           lambda loss, self, model, batch: loss(self, model, batch) / len(batch["labels"])),
     Fault("gradients not reduced for one parameter", "ddp", "Steps", "fc1.bias",
@@ -251,7 +250,7 @@ FAULTS = [
     Fault("clipping before the gradients are scaled", "ddp", "Steps", "taken before the gradients were scaled",
           "train.grad_norm", lambda norm, *args: norm(*args) * 64, CLIPPED),
     Fault("clipping by one process's norm", "fsdp", "Steps", "the norm is one process's", "train.grad_norm",
-          lambda _, __, gradients: sum(g.double().square().sum() for g in gradients).sqrt(), CLIPPED),
+          lambda _, __, gradients, ___: sum(g.double().square().sum() for g in gradients).sqrt(), CLIPPED),
     Fault("clipping that scales small gradients up", "ddp", "Steps", "clipping that scales small gradients up",
           "train.scale_and_clip_",
           lambda _, gradients, scale, norm, most: torch._foreach_mul_(gradients, (most / norm).to(gradients[0])),
