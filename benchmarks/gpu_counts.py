@@ -1,0 +1,87 @@
+"""What a step asks of a GPU and of its host, counted on the null GPU, and the same of an earlier commit.
+
+    git worktree add ../before COMMIT
+    python -m benchmarks.gpu_counts --before=../before
+
+Per step, of the MNIST CNN and of a narrow Llama with 22 layers, alone and as rank 0 of 8 under FSDP: kernels launched,
+and the host's time. Nothing is computed, so that the time is Python's, torch's and the driver calls' alone. Kernels
+that one side launches more often than the other are listed by name. Both sides take turns.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pairs import Comparison, in_turn, save, table
+from benchmarks.runs import PROJECT
+
+LLAMA = (
+    *("--task.name=causal_lm", "--task.sequence_length=64", "--global_batch_size=8"),
+    *("--task.architecture.model_type=llama", "--task.architecture.hidden_size=64"),
+    *("--task.architecture.intermediate_size=128", "--task.architecture.num_hidden_layers=22"),
+    "--task.architecture.num_attention_heads=4",
+)
+MNIST = ("--task.source=digits",)
+ROWS: dict[str, tuple[tuple[str, ...], int]] = {
+    "MNIST CNN": (MNIST, 0),
+    "MNIST CNN, a graph": ((*MNIST, "--cuda_graphs=true"), 0),
+    "Llama": (LLAMA, 0),
+    "Llama, compiled": ((*LLAMA, "--compile=true"), 0),
+    "Llama, FSDP of 8": (LLAMA, 8),
+    "Llama, FSDP of 8, compiled": ((*LLAMA, "--compile=true"), 8),
+}
+"""Settings, and the processes under FSDP, if any."""
+STEPS, ROUNDS = 40, 5
+PROBE = """
+import dataclasses, json, sys
+from tests.gpu.probe import steps_of
+arguments, processes, steps = json.loads(sys.argv[1])
+print(json.dumps(dataclasses.asdict(steps_of(*arguments, steps=steps, processes=processes))))
+"""
+
+
+def probe(checkout: Path, arguments: tuple[str, ...], processes: int) -> dict[str, Any]:
+    """Return what tests/gpu/probe.py of this checkout sees of a run."""
+    command = [sys.executable, "-c", PROBE, json.dumps([arguments, processes, STEPS])]
+    done = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def compare(name: str, before: Path) -> list[Comparison]:
+    """Print the kernels that differ in number. Return the rows for launches and for host time."""
+    seen: dict[Path, list[dict[str, Any]]] = {PROJECT: [], before: []}
+
+    def turn(checkout: Path) -> float:
+        seen[checkout].append(probe(checkout, *ROWS[name]))
+        return seen[checkout][-1]["host_milliseconds"]
+
+    now, then = in_turn(ROUNDS, lambda: turn(PROJECT), lambda: turn(before))
+    kernels = [of_side[-1]["kernels"] for of_side in seen.values()]
+    for kernel in sorted({*kernels[0], *kernels[1]}):
+        counts = [of_side.get(kernel, 0) for of_side in kernels]
+        if counts[0] != counts[1]:
+            print(f"{name}: {counts[1]} -> {counts[0]} {kernel[:90]}", flush=True)
+    launches = [[float(run["steps"][-1]["launch"]) for run in of_side] for of_side in seen.values()]
+    return [
+        Comparison(f"{name}: launches", "", *launches, target=1, is_gain=False),
+        Comparison(f"{name}: host", "ms/step", now, then, target=1, is_gain=False),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", help=", ".join(ROWS))
+    parser.add_argument("--before", type=Path, required=True, help="a checkout of the commit to compare with")
+    parser.add_argument("--save", type=Path, help="a file for the rows, as JSON")
+    chosen = parser.parse_args()
+    rows = [row for name in chosen.rows or ROWS for row in compare(name, chosen.before.absolute())]
+    print(table(rows))
+    if chosen.save:
+        save(rows, chosen.save)
+
+
+if __name__ == "__main__":
+    main()
