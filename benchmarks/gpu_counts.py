@@ -66,7 +66,7 @@ def compare(name: str, before: Path) -> list[Comparison]:
             print(f"{name}: {counts[1]} -> {counts[0]} {kernel[:90]}", flush=True)
     launches = [[float(run["steps"][-1]["launch"]) for run in of_side] for of_side in seen.values()]
     return [
-        Comparison(f"{name}: launches", "", *launches, target=1, is_gain=False),
+        Comparison(f"{name}: launches", "", launches[0], launches[1], target=1, is_gain=False),
         Comparison(f"{name}: host", "ms/step", now, then, target=1, is_gain=False),
     ]
 

@@ -65,6 +65,7 @@ class Side:
     file: str = "run/metrics.jsonl"
     process: psutil.Popen | None = None
     seconds: list[float] = field(default_factory=list)  # of its turns
+    cpu_seconds: list[float] = field(default_factory=list)  # of its turns, without those of children
 
     @property
     def values(self) -> list[float]:
@@ -106,11 +107,13 @@ class Side:
 
     def turn(self) -> float:
         """Let it compute until its turn ends. Return the seconds that took."""
-        started = time.perf_counter()
+        assert self.process
+        started, cpu = time.perf_counter(), sum(self.process.cpu_times()[:2])
         self.signal(signal.SIGCONT)
         self.wait(lambda: len(self.values) >= (1 + len(self.seconds)) * self.every)
         self.signal(signal.SIGSTOP)
         self.seconds.append(time.perf_counter() - started)
+        self.cpu_seconds.append(sum(self.process.cpu_times()[:2]) - cpu)
         return self.seconds[-1]
 
     def finish(self) -> None:
