@@ -288,7 +288,7 @@ class Trial:
             train_step(run, micro_batches, self._counts)
             return
         for batch in micro_batches:
-            run.accelerator.backward(run.task.loss(run.model, batch.data) * batch.weight)
+            run.task.loss(run.model, batch.data).backward()
         run.model.zero_grad()
 
     def _work(self) -> dict[str, float]:
