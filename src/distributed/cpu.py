@@ -1,7 +1,7 @@
 """Faster training on a CPU. Nothing here is used on a GPU, and without it a CPU is merely slower.
 
-Dropout draws its masks cheaply. The process keeps freed memory, which is faster, or gives it back, so that a sharded
-model needs no more than its shard.
+Convolutions are channels last. Dropout draws its masks cheaply. The process keeps freed memory, which is faster, or
+gives it back, so that a sharded model needs no more than its shard.
 """
 
 import ctypes
@@ -34,9 +34,20 @@ def tune_for_cpu(model: nn.Module, is_sharded: bool = False) -> list[str]:
     # Replace the layers' class, as fully_shard does, not the layers, so that hooks stay. Leave subclasses alone, as
     # their forward may differ.
     for layer in model.modules():
-        if type(layer) is nn.Dropout:
-            layer.__class__ = Dropout
+        layer.__class__ = FASTER.get(type(layer), type(layer))
     return done
+
+
+class Conv2d(nn.Conv2d):
+    """Convolve as nn.Conv2d does, but channels last: what follows then works on vectors of channels.
+
+    oneDNN takes 0.8 to 0.9 times as long, and torch's max pooling a twentieth. Together, fp32: an evaluation of the
+    MNIST CNN takes half as long, a training step 0.83 times (docs/figures.md).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the convolution of `input`, of shape (batch, channels, height, width) or without a batch."""
+        return super().forward(input.to(memory_format=torch.channels_last) if input.ndim == 4 else input)
 
 
 class Dropout(nn.Dropout):
@@ -55,6 +66,9 @@ class Dropout(nn.Dropout):
         if torch.compiler.is_compiling() or self.p == 1:
             return super().forward(x)
         return x * _mask(x, self.p) * (1 / (1 - self.p))
+
+
+FASTER: dict[type[nn.Module], type[nn.Module]] = {nn.Conv2d: Conv2d, nn.Dropout: Dropout}
 
 
 def _mask(x: Tensor, p: float) -> Tensor:
