@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from src.check.findings import EXACT, Row, finding, none_differ, norm, relative_error, worst
-from src.check.start import evaluating_less, spread
+from src.check.start import AT_ONCE, evaluating_less, spread
 from src.check.subject import Subject, checksum
 from src.checkpoint.resume import find_checkpoint, load_checkpoint
 from src.checkpoint.rng import random_state
@@ -20,7 +20,6 @@ from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config.groups import Checkpoint
 from src.tasks.base import samples
-from src.training.batches import EVALUATION_FACTOR
 from src.training.evaluation import evaluate_alone, metrics_of
 from src.training.gradients import to_local
 from src.training.progress import mean_loss
@@ -62,7 +61,7 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     changed = [name for name in before if after[name] != before[name]]
     yield none_differ("state afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
     model = subject.reference.eval()
-    loss, outputs = evaluate_alone(subject.task, model, less.eval_set, EVALUATION_FACTOR, run.device)
+    loss, outputs = evaluate_alone(subject.task, model, less.eval_set, AT_ONCE, run.device)
     for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
@@ -70,8 +69,8 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     packed = max(samples(run.train_set, spread(run.train_set, 64)), key=lambda sample: len(task.documents(sample)))
     documents = task.documents(packed)
     if len(documents) > 1:
-        found, _ = evaluate_alone(subject.task, model, [packed], EVALUATION_FACTOR, run.device)
-        expected, _ = evaluate_alone(subject.task, model, documents, EVALUATION_FACTOR, run.device)
+        found, _ = evaluate_alone(subject.task, model, [packed], AT_ONCE, run.device)
+        expected, _ = evaluate_alone(subject.task, model, documents, AT_ONCE, run.device)
         errors = {f"an example of {len(documents)} documents": relative_error(found, expected)}
         yield worst("loss of packed documents", errors, EXACT, DOCUMENTS_MEET)
 

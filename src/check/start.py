@@ -21,11 +21,13 @@ from src.check.reference import own_indices
 from src.check.subject import Subject, checksum, named_tensors, whole
 from src.config.environment import LaunchEnvironment
 from src.distributed.accelerator import sharded_units
-from src.training.batches import EVALUATION_FACTOR, MicroBatch, evaluation_batches, fetch_batch, training_steps
+from src.training.batches import MicroBatch, evaluation_batches, fetch_batch, training_steps
 from src.training.run import Run
 
 MOST_BATCHES = 50
 """Most batches to evaluate: every process evaluates all of their examples by hand."""
+AT_ONCE = 4
+"""Examples that a process evaluates at once here, so that there are several batches."""
 IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
 """Settings of a parameter group that don't change the result, and the learning rate, which has a check of its own."""
 
@@ -94,12 +96,12 @@ def reading_indices(run: Run) -> Run:
 
 
 def evaluating_less(subject: Subject) -> Run:
-    """Return the run with a shorter evaluation set and the smallest batches. The last batch is a single example, so all
+    """Return the run with a shorter evaluation set and small batches. The last batch is a single example, so all
     processes but one compute on a dummy."""
-    size = EVALUATION_FACTOR * subject.run.data_size
+    size = AT_ONCE * subject.run.data_size
     most = min(len(subject.run.eval_set), MOST_BATCHES * size)
     dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
-    return replace(subject.at(0, micro_batch_size=1), eval_set=dataset)
+    return replace(subject.at(0), eval_set=dataset, evaluated_at_once=AT_ONCE)
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
@@ -121,7 +123,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
     yield none_differ("the first examples of epochs", others, "as drawn by hand", OTHER_EPOCHS)
     less = evaluating_less(subject)
     steps_read = ([batch] for batch in evaluation_batches(reading_indices(less)))
-    size = EVALUATION_FACTOR * run.data_size
+    size = AT_ONCE * run.data_size
     batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
     expected = [batch[run.data_rank :: run.data_size] for batch in batches]
     yield _as_by_hand(run, "evaluation", steps_read, expected, OTHER_EVALUATION)
