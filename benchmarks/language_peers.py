@@ -1,12 +1,13 @@
 """What language models are compared with: the Trainer of transformers, and a plain loop on Accelerate.
 
-    python -m benchmarks.language_peers trainer|plain
+    python -m benchmarks.language_peers trainer|plain [several, if a launcher started several processes]
 
 Started in a folder of its own, next to plan.json and the data. Each writes run/metrics.jsonl as train.py does, with a
 loss and a time per interval, and work.json at the end.
 """
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from benchmarks.language import SEED, WEIGHT_DECAY, Plan
@@ -40,8 +43,9 @@ class Peer:
 
     def __init__(self) -> None:
         self.plan = plan = Plan(**json.loads(Path("../plan.json").read_text()))
+        self.processes, self.is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
         assert torch.cuda.is_available() == plan.is_cuda
-        self.passes_per_step = plan.batch // plan.micro
+        self.passes_per_step = plan.batch // (plan.micro * self.processes)
         transformers.set_seed(SEED)
         self.model = new_llama(plan.shape, plan.length)
         self.model.model.layers[0].mlp.down_proj.register_forward_hook(self._count)
@@ -49,7 +53,7 @@ class Peer:
         self.tokens = 0
         self.dtype = torch.float32
         self.device = "cpu"
-        Path("run").mkdir()
+        Path("run").mkdir(exist_ok=True)
 
     def _count(self, module: Any, inputs: Any, output: Tensor) -> None:
         self.tokens += output.shape[:2].numel()
@@ -61,6 +65,8 @@ class Peer:
         if self.plan.is_cuda:
             torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() if self.plan.is_cuda else 0
+        if not self.is_main:
+            return
         with Path("run/metrics.jsonl").open("a") as file:
             file.write(json.dumps({"train/loss": loss, "time": time.time(), "peak": peak}) + "\n")
 
@@ -69,11 +75,12 @@ class Peer:
         work = {
             "parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             "steps": steps,
-            "tokens": self.tokens,
+            "tokens": self.tokens * self.processes,
             "device": self.device,
             "precision": {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype],
         }
-        Path("work.json").write_text(json.dumps(work))
+        if self.is_main:
+            Path("work.json").write_text(json.dumps(work))
 
 
 def train_by_trainer(peer: Peer) -> None:
@@ -122,6 +129,7 @@ def train_by_plain_loop(peer: Peer) -> None:
     model: Any = peer.model
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
+    scheduler: Any = accelerator.prepare(LambdaLR(optimizer, lambda _: 1.0))
     loss_sum: Any = 0.0
     per_record = plan.interval * passes
     for done, batch in enumerate(loader, start=1):
@@ -129,13 +137,21 @@ def train_by_plain_loop(peer: Peer) -> None:
             loss = model(**batch).loss
             accelerator.backward(loss)
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
         loss_sum += loss.detach()
         if done % per_record == 0:
-            peer.record(loss_sum.item() / per_record)
-            loss_sum = 0.0
+            peer.record(accelerator.gather(loss_sum).mean().item() / per_record)
+            loss_sum = torch.zeros_like(loss_sum)
     peer.finish(len(loader) // passes)
 
 
+def sharded_on_cpu() -> None:
+    """Let Accelerate shard on a CPU: it only does for what looks like a GPU job."""
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 if __name__ == "__main__":
+    sharded_on_cpu()
     {"trainer": train_by_trainer, "plain": train_by_plain_loop}[sys.argv[1]](Peer())
