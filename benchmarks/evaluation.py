@@ -9,10 +9,10 @@ One process: plain PyTorch, which sums loss and right answers on the way. MNIST'
 with the CNN as pytorch/examples writes it (mnist_peer.py); and the Llama of configs/pretrain.yaml on a text of 100,000
 bytes, in batches of 12 sequences of 64, with transformers' own forward pass and loss.
 
-Two processes, on gloo, 32 images each: the loop of Accelerate's examples: `.item()` of the loss, `gather_for_metrics` of
-predictions and labels and `add_batch` of the metric in each batch. Ours is one reduce, one gather and the same metric at
-the end, and, unlike theirs, a loss that counts no example twice. With a linear model too, which shows the loops
-themselves, as a GPU would.
+Two processes, on gloo, 32 images each: the loop of Accelerate's examples: `.item()` of the loss, `gather_for_metrics`
+of predictions and labels and `add_batch` of the metric in each batch. Ours is one reduce, one gather and the same
+metric at the end, and, unlike theirs, a loss that counts no example twice. With a linear model too, which shows the
+loops themselves, as a GPU would.
 
 Asserted: as many right answers, within 0.1% of the examples (bf16: 0.5%).
 """

@@ -10,8 +10,8 @@ memory stays with the process, and the model has train.py's faster layers. It ex
 tells the mean loss. Asserted: the same mean loss of the first turn, within 1e-5.
 
 FSDP: the Llama of benchmarks/language.py, 8 sequences of 256 tokens per step, turns of 4 steps, under fsdp.yaml. The
-peers are language_peers.py's, started under the same yaml and let shard on a CPU as train.py does. Asserted: parameters,
-steps, tokens, and the mean loss of each turn within 1%.
+peers are language_peers.py's, started under the same yaml and let shard on a CPU as train.py does. Asserted:
+parameters, steps, tokens, and the mean loss of each turn within 1%.
 """
 
 import math
@@ -34,14 +34,13 @@ from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CNN, Side, arguments, launch, take_turns, train_py, write_images
 from src.check.reference import own_indices
 from src.training.batches import fetch_batch
-from src.training.optim import build_optimizers, lr_at, set_lr
+from src.training.optim import Schedule, build_optimizers, lr_at, set_lr
 from src.training.run import new_model
-from src.training.optim import Schedule
 from train import run_settings
 
-INTERVAL, ROUNDS, BATCH = 40, 2, 64
+INTERVAL, ROUNDS, BATCH = 40, 10, 64
 STEPS = INTERVAL * (1 + ROUNDS)
-FSDP_ROUNDS = 1
+FSDP_ROUNDS = 10
 PLAIN_DDP = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 PLAIN_DDP += ["-m", "benchmarks.two_processes", "by_hand"]
 

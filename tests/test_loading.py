@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from src.tasks.base import Counts
-from src.training.batches import CountedSteps, MicroBatch, ShardedBatchSampler, training_steps
+from src.training.batches import CountedSteps, MicroBatch, ShardedBatchSampler, examples_at_once, training_steps
 from src.training.evaluation import gather_in_order
 
 EXAMPLES = 103
@@ -54,6 +54,18 @@ def test_outputs_come_back_in_the_order_of_the_dataset(examples: int, data_size:
     accelerator = SimpleNamespace(gather=lambda _: sent.flatten(0, 2))
     run: Any = SimpleNamespace(accelerator=accelerator, data_size=data_size, cp_size=cp_size)
     assert torch.equal(gather_in_order(run, dataset[::data_size], examples), cp_size * dataset)
+
+
+@pytest.mark.parametrize(("cache", "at_once"), [(0, 8), (4 * 8 * 400, 8), (4 * 50 * 400, 50), (10**9, 10**9 // 1600)])
+def test_as_many_examples_are_evaluated_at_once_as_keep_a_layer_in_the_cache(cache: int, at_once: int) -> None:
+    """And never fewer than in training. The largest layer reads 60 floats and writes 40."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 60), torch.nn.Linear(60, 40), torch.nn.Linear(40, 1))
+    task = SimpleNamespace(collate=torch.stack, evaluate=lambda model, batch: model(batch))
+    config = SimpleNamespace(forward_batch_size=lambda _: 8)
+    device = torch.device("cpu")
+    examples = torch.zeros(3, 4)
+    run: Any = SimpleNamespace(config=config, task=task, model=model, eval_set=examples, device=device, data_size=1)
+    assert examples_at_once(run, cache) == at_once
 
 
 class Noise:

@@ -30,6 +30,7 @@ from src.training.progress import StepResult
 from src.training.run import Run
 from src.training.workers import load_in_workers
 
+
 class MicroBatch(NamedTuple):
     """The examples that one process passes through the model at once."""
 
