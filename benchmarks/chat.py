@@ -54,7 +54,7 @@ SETTINGS: dict[str, Any] = {
     "optim.warmup_steps": 0,
 }
 LENGTH, SEQUENCES = 192, 2  # tokens of a sequence, sequences per step: chat_lora.yaml's
-PEER_STEPS, LR = 2, 1e-6
+PEER_STEPS, LR = 3, 1e-6
 PEERS = {
     "trainer": "chat packed, Trainer",
     "trl": "chat packed, SFTTrainer",
@@ -169,7 +169,10 @@ def compare_packed(model: str, python: str, batch: int, folder: Path) -> list[Co
         sides[name] = Side(command, folder / name, CORES, ends=r"^tokens \d+ loss (\S+)$", file="log")
     seconds = dict(zip(sides, take_turns(ROUNDS, [*sides.values()]), strict=True))
     ours, *peers = sides.values()
-    speeds = {name: [n / s for n, s in zip(real_tokens(side)[1:], seconds[name])] for name, side in sides.items()}
+    speeds = {
+        name: [n / s for n, s in zip(real_tokens(side)[1 : 1 + ROUNDS], seconds[name], strict=True)]
+        for name, side in sides.items()
+    }
     ours_tokens = sum(real_tokens(ours))
     assert tokens == round(ours_tokens) + count, f"{ours_tokens} real tokens here, {tokens} in {count} chats"
     # the same chats with the last token of each, as the others count them

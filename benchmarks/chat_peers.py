@@ -89,9 +89,7 @@ def train_by_trainer(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recor
     )
 
 
-def train_by_trl(
-    plan: dict[str, Any], chats: Dataset, tokenizer: Any, recorder: Recorder, **options: Any
-) -> Trainer:
+def train_by_trl(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recorder: Recorder, **options: Any) -> Trainer:
     """Give the chats to SFTTrainer, with its defaults but for `options`."""
     from trl import SFTConfig, SFTTrainer  # of another environment
 
