@@ -1,6 +1,6 @@
 """`make chat` beside a plain loop with peft, transformers' Trainer and TRL's SFTTrainer: speed and memory.
 
-    python -m benchmarks.chat [--trl=PYTHON]
+    python -m benchmarks.chat [--trl=PYTHON] [--only plain trainer trl trl_kept]
 
 SmolLM2-135M with LoRA as configs/chat_lora.yaml asks for, in fp32 on two threads. Ours is train.py under `accelerate
 launch`; it computes logits of target tokens alone, the peers those of all. They take turns of a few steps.
@@ -54,7 +54,7 @@ SETTINGS: dict[str, Any] = {
     "optim.warmup_steps": 0,
 }
 LENGTH, SEQUENCES = 192, 2  # tokens of a sequence, sequences per step: chat_lora.yaml's
-PEER_STEPS, LR = 3, 1e-6
+PEER_STEPS, LR = 5, 1e-6
 PEERS = {
     "trainer": "chat packed, Trainer",
     "trl": "chat packed, SFTTrainer",
@@ -144,8 +144,8 @@ def write_chats(model: str, folder: Path) -> tuple[int, int]:
     return count, int(lengths[:count].sum())
 
 
-def compare_packed(model: str, python: str, batch: int, folder: Path) -> list[Comparison]:
-    """Compare with the trainers of other libraries, on the same chats."""
+def compare_packed(model: str, names: list[str], python: str, batch: int, folder: Path) -> list[Comparison]:
+    """Compare with the trainers of other libraries of these names, on the same chats."""
     count, tokens = write_chats(model, folder / "data")
     settings = SETTINGS | {
         "task.model": model,
@@ -160,7 +160,7 @@ def compare_packed(model: str, python: str, batch: int, folder: Path) -> list[Co
     adapters = config.task.lora
     lora = {"r": adapters.r, "lora_alpha": adapters.alpha, "exclude_modules": adapters.exclude_modules}
     plan = json.dumps({"model": model, "lora": lora, "batch": batch, "lr": LR, "every": PEER_STEPS})
-    for name in PEERS:
+    for name in names:
         interpreter = sys.executable if name == "trainer" else python
         if name != "trainer" and not has_trl(python):
             print(f"no row for {name}: {python} has no trl (--trl=PYTHON)")
@@ -206,13 +206,13 @@ def has_trl(python: str) -> bool:
     return subprocess.run([python, "-c", "import trl"], capture_output=True).returncode == 0
 
 
-def measure(_: Path, folder: Path, trl: str, only: str, batch: int) -> list[Comparison]:
+def measure(_: Path, folder: Path, trl: str, only: list[str], batch: int) -> list[Comparison]:
     name = find(WEIGHTS["chat"])
     model = str(PROJECT / name) if (PROJECT / name).exists() else name
-    rows = compare_plain(model, folder / "plain") if only != "packed" else []
-    if only != "plain":
+    rows = compare_plain(model, folder / "plain") if "plain" in only else []
+    if names := [name for name in PEERS if name in only]:
         (folder / "packed").mkdir()
-        rows += compare_packed(model, trl, batch, folder / "packed")
+        rows += compare_packed(model, names, trl, batch, folder / "packed")
     return rows
 
 
@@ -222,6 +222,7 @@ if __name__ == "__main__":
     else:
         options = pairs.parser(__doc__)
         options.add_argument("--trl", default=os.environ.get("TRL_PYTHON", sys.executable), help="a Python with trl")
-        options.add_argument("--only", choices=("plain", "packed"), help="half of the rows")
+        peers = ["plain", *PEERS]
+        options.add_argument("--only", nargs="+", choices=peers, default=peers, help="what to compare with")
         options.add_argument("--batch", type=int, default=8, help="chats per step of Trainer and SFTTrainer")
         pairs.main(measure, options)

@@ -12,10 +12,11 @@ asked: a step of the MLP takes a third of a millisecond.
   lines, 150 evaluations, which each checkpoint keeps), against 60 thousand.
 - kept: 2 and 20 checkpoints are kept, one is saved every 200 steps.
 - processes: 1 and 4 (ddp.yaml, gloo), of the MNIST CNN with 64 images each.
-- long: 200,000 steps of one run, with an evaluation every 5,000 and a save every 10,000: the last tenth against the
-  second one, in five parts each.
+- long: 200,000 steps of one run, with an evaluation every 5,000 and a save every 10,000: its last tenth against the
+  second tenth of a run like it, in turn, so that the machine's own drift doesn't count. It prints each tenth too.
 """
 
+import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,12 +31,13 @@ from benchmarks.loop import BATCH, SETTINGS, Mlp
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import CNN, NEVER, Side, arguments, running, train_py, write_images
 from src.tasks import TASKS
+from src.tasks.base import Tables, Tensors
 from src.tasks.mnist import Digits
 from train import main
 
 ROUNDS, TURN = 5, 4_000
 EXAMPLES, BYTES_PER_EXAMPLE = 200 * BATCH, 4 * 32 + 8
-LONG, PARTS = 200_000, 50
+LONG = 200_000
 TARGET, DRIFT = 1.05, 1.02
 
 
@@ -52,6 +54,9 @@ class Vectors(Mlp):
         vectors = torch.randn(self.examples, 32)
         train = Digits(vectors, (vectors @ torch.randn(32, 10)).argmax(1))
         return train, Digits(*train.__getitems__(list(range(BATCH))).values())
+
+    def tables(self, outputs: Tensors, dataset: Any) -> Tables:
+        return {}  # of images
 
 
 class Watched(Side):
@@ -111,10 +116,16 @@ def compare(
             for _ in range(turns):
                 side.turn()
         theirs, ours = in_turn(ROUNDS, small.measured_turn, large.measured_turn)
-    times, sizes = ([[turn[i] for turn in turns] for turns in (ours, theirs)] for i in (0, 1))
-    sizes[0] = [size - own_bytes / 1e6 for size in sizes[0]]
-    yield Comparison(f"growth: CPU per step, {what}", "ms", *times, TARGET, is_gain=False)
-    yield Comparison(f"growth: memory, {what}", "MB", *sizes, TARGET, is_gain=False)
+    yield from rows(what, [(time, size - own_bytes / 1e6) for time, size in ours], theirs, TARGET)
+
+
+def rows(
+    what: str, ours: list[tuple[float, float]], theirs: list[tuple[float, float]], target: float
+) -> Iterator[Comparison]:
+    """Return two rows about measured turns: time and memory."""
+    for i, (name, unit) in enumerate((("CPU per step", "ms"), ("memory", "MB"))):
+        values = ([turn[i] for turn in turns] for turns in (ours, theirs))
+        yield Comparison(f"growth: {name}, {what}", unit, *values, target, is_gain=False)
 
 
 def steps(folder: Path) -> Iterator[Comparison]:
@@ -154,29 +165,31 @@ def processes(folder: Path) -> Iterator[Comparison]:
 
 
 def long(folder: Path) -> Iterator[Comparison]:
-    side = vectors(folder / "run", LONG // PARTS, log_every=1_000, eval_every=5_000, save_every=10_000)
-    with running(side):
-        side.start()
-        turns = [side.measured_turn() for _ in range(PARTS)]
-    for tenth in range(10):
-        part = turns[tenth * ROUNDS :][:ROUNDS]
-        print(f"tenth {tenth + 1:>2}:", *(f"{milliseconds:.4f} ms {size:.1f} MB " for milliseconds, size in part))
-    second, last = turns[ROUNDS : 2 * ROUNDS], turns[-ROUNDS:]
-    for i, (name, unit) in enumerate((("CPU per step", "ms"), ("memory", "MB"))):
-        ours, theirs = ([turn[i] for turn in tenth] for tenth in (last, second))
-        what = f"growth: {name}, last tenth of {LONG:,} steps"
-        yield Comparison(what, unit, ours, theirs, DRIFT, is_gain=False)
+    often = {"log_every": 1_000, "eval_every": 5_000, "save_every": 10_000}
+    early, late = (vectors(folder / name, **often) for name in ("early", "late"))
+    tenth = LONG // 10 // TURN  # turns
+    with running(early, late):
+        late.start()
+        for _ in range(9):
+            measured = [late.measured_turn() for _ in range(tenth)]
+            milliseconds, megabytes = (statistics.median(values) for values in zip(*measured, strict=True))
+            print(f"{len(late.seconds) * TURN:,} steps: {milliseconds:.4f} ms, {megabytes:.1f} MB", flush=True)
+        early.start()
+        for _ in range(tenth):
+            early.turn()
+        theirs, ours = in_turn(tenth, early.measured_turn, late.measured_turn)
+    yield from rows(f"last tenth of {LONG:,} steps, second one", ours, theirs, DRIFT)
 
 
 QUESTIONS = {question.__name__: question for question in (steps, data, record, kept, processes, long)}
 
 
 def measure(_: Path, folder: Path, only: list[str]) -> list[Comparison]:
-    rows = []
+    found: list[Comparison] = []
     for name in only:
         (folder / name).mkdir()
-        rows += QUESTIONS[name](folder / name)
-    return rows
+        found += QUESTIONS[name](folder / name)
+    return found
 
 
 if __name__ == "__main__":
