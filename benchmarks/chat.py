@@ -129,7 +129,8 @@ def compare_plain(model: str, folder: Path) -> list[Comparison]:
 def write_chats(model: str, folder: Path) -> tuple[int, int]:
     """Write as many of the example's chats as fill the sequences of all turns, in random order. Return the number of
     chats and of their tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    auto: Any = AutoTokenizer
+    tokenizer = auto.from_pretrained(model)
     tokenizer.chat_template = CHATML
     lines = CHATS.read_text().splitlines()
     random.Random(0).shuffle(lines)

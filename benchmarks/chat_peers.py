@@ -16,6 +16,7 @@ import json
 import resource
 import sys
 from collections import Counter
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -91,11 +92,10 @@ def train_by_trainer(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recor
 
 def train_by_trl(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recorder: Recorder, **options: Any) -> Trainer:
     """Give the chats to SFTTrainer, with its defaults but for `options`."""
-    from trl import SFTConfig, SFTTrainer  # of another environment
-
-    return SFTTrainer(
+    trl: Any = import_module("trl")  # of another environment
+    return trl.SFTTrainer(
         plan["model"],
-        SFTConfig(use_cpu=True, bf16=False, assistant_only_loss=True, **arguments(plan), **options),
+        trl.SFTConfig(use_cpu=True, bf16=False, assistant_only_loss=True, **arguments(plan), **options),
         train_dataset=chats,
         processing_class=tokenizer,
         peft_config=lora(plan),

@@ -123,9 +123,9 @@ def rows(
     what: str, ours: list[tuple[float, float]], theirs: list[tuple[float, float]], target: float
 ) -> Iterator[Comparison]:
     """Return two rows about measured turns: time and memory."""
-    for i, (name, unit) in enumerate((("CPU per step", "ms"), ("memory", "MB"))):
-        values = ([turn[i] for turn in turns] for turns in (ours, theirs))
-        yield Comparison(f"growth: {name}, {what}", unit, *values, target, is_gain=False)
+    (own_times, own_sizes), (times, sizes) = (map(list, zip(*turns, strict=True)) for turns in (ours, theirs))
+    yield Comparison(f"growth: CPU per step, {what}", "ms", own_times, times, target, is_gain=False)
+    yield Comparison(f"growth: memory, {what}", "MB", own_sizes, sizes, target, is_gain=False)
 
 
 def steps(folder: Path) -> Iterator[Comparison]:
