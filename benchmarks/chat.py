@@ -1,13 +1,26 @@
-"""`make chat` beside a plain loop with peft: a step's time, and the memory that it takes, on the same batches.
+"""`make chat` beside a plain loop with peft, transformers' Trainer and TRL's SFTTrainer: speed and memory.
 
-    python -m benchmarks.chat
+    python -m benchmarks.chat [--trl=PYTHON] [--only plain trainer trl trl_kept]
 
-Both train what configs/chat_lora.yaml asks for, in fp32 on two threads, and take turns of 4 steps. Each asserts the
-other's losses within 2%: the batches and the learning rate are the same, the adapters' first values are not. Ours is
-train.py under `accelerate launch`; it computes logits of target tokens alone, the plain loop those of all.
+SmolLM2-135M with LoRA as configs/chat_lora.yaml asks for, in fp32 on two threads. Ours is train.py under `accelerate
+launch`; it computes logits of target tokens alone, the peers those of all. They take turns of a few steps.
+
+- plain: the shortest loop with peft, on the very same packed batches. Asserted: losses within 2%; the batches and the
+  learning rate are the same, the adapters' first values are not.
+- Trainer and SFTTrainer, as their docs have them (chat_peers.py): 8 chats per step, padded to the longest. Ours packs
+  about as many into its 2 sequences of 192 tokens. Real tokens per second, of one epoch of the same chats. Asserted: as
+  many tokens, targets and trained weights, and mean losses within 2%, at a learning rate too small to change them.
+
+TRL is not among this project's requirements: PYTHON, or else the environment variable TRL_PYTHON, is that of an
+environment that has it. `python -m venv --system-site-packages` makes one, with torch, transformers, peft and trl.
 """
 
+import json
+import os
+import random
 import resource
+import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +29,7 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
@@ -24,18 +37,28 @@ from benchmarks.runs import CORES, NEVER, PROJECT, Side, take_turns, train_py
 from examples.weights import WEIGHTS, find
 from src.config.config import load_config
 from src.tasks import TASKS
+from src.tasks.text.chats import CHATML
+from src.tasks.text.packing import best_fit
 from src.training.batches import epoch_seed
 
-STEPS, ROUNDS = 4, 3
+ROUNDS, STEPS = 5, 4
+CHATS = PROJECT / "examples/chats.jsonl"
 SETTINGS: dict[str, Any] = {
     "config": PROJECT / "configs/chat_lora.yaml",
-    "task.dataset": PROJECT / "examples/chats.jsonl",
+    "task.dataset": CHATS,
     "task.questions": "null",
     "max_steps": STEPS * (1 + ROUNDS),
     "eval_every": NEVER,
     "log_every": STEPS,
     "optim.schedule": "constant",
     "optim.warmup_steps": 0,
+}
+LENGTH, SEQUENCES = 192, 2  # tokens of a sequence, sequences per step: chat_lora.yaml's
+PEER_STEPS, LR = 5, 1e-6
+PEERS = {
+    "trainer": "chat packed, Trainer",
+    "trl": "chat packed, SFTTrainer",
+    "trl_kept": "chat packed, SFTTrainer that recomputes nothing",
 }
 
 
@@ -85,9 +108,7 @@ def plain(arguments: list[str]) -> None:
     print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def measure(_: Path, folder: Path) -> list[Comparison]:
-    name = find(WEIGHTS["chat"])
-    model = PROJECT / name if (PROJECT / name).exists() else name
+def compare_plain(model: str, folder: Path) -> list[Comparison]:
     settings = SETTINGS | {"task.model": model}
     words = [f"--{setting}={value}" for setting, value in (settings | {"output_dir": "run"}).items()]
     ours = Side(train_py(settings), folder / "ours", CORES)
@@ -105,8 +126,104 @@ def measure(_: Path, folder: Path) -> list[Comparison]:
     ]
 
 
+def write_chats(model: str, folder: Path) -> tuple[int, int]:
+    """Write as many of the example's chats as fill the sequences of all turns, in random order. Return the number of
+    chats and of their tokens."""
+    auto: Any = AutoTokenizer
+    tokenizer = auto.from_pretrained(model)
+    tokenizer.chat_template = CHATML
+    lines = CHATS.read_text().splitlines()
+    random.Random(0).shuffle(lines)
+    chats: list[Any] = [json.loads(line)["messages"] for line in lines]
+    lengths = np.array([len(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]) for chat in chats])
+    needed = PEER_STEPS * SEQUENCES * (1 + ROUNDS)
+    # the last token of a chat predicts nothing, and is left out
+    count = next(n for n in range(len(lengths), 0, -1) if len(best_fit(lengths[:n] - 1, LENGTH)) == needed)
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in lines[:count]))
+    (folder / "validation.jsonl").write_text(f"{lines[-1]}\n")
+    return count, int(lengths[:count].sum())
+
+
+def compare_packed(model: str, names: list[str], python: str, batch: int, folder: Path) -> list[Comparison]:
+    """Compare with the trainers of other libraries of these names, on the same chats."""
+    count, tokens = write_chats(model, folder / "data")
+    settings = SETTINGS | {
+        "task.model": model,
+        "task.dataset": folder / "data",
+        "epochs": 1,
+        "max_steps": "null",
+        "log_every": PEER_STEPS,
+        "optim.lr": LR,
+    }
+    sides = {"ours": Side(train_py(settings), folder / "ours", CORES)}
+    config: Any = load_config([f"--config={SETTINGS['config']}"], TASKS)
+    adapters = config.task.lora
+    lora = {"r": adapters.r, "lora_alpha": adapters.alpha, "exclude_modules": adapters.exclude_modules}
+    plan = json.dumps({"model": model, "lora": lora, "batch": batch, "lr": LR, "every": PEER_STEPS})
+    for name in names:
+        interpreter = sys.executable if name == "trainer" else python
+        if name != "trainer" and not has_trl(python):
+            print(f"no row for {name}: {python} has no trl (--trl=PYTHON)")
+            continue
+        command = [interpreter, "-m", "benchmarks.chat_peers", name, plan]
+        sides[name] = Side(command, folder / name, CORES, ends=r"^tokens \d+ loss (\S+)$", file="log")
+    seconds = dict(zip(sides, take_turns(ROUNDS, [*sides.values()]), strict=True))
+    ours, *peers = sides.values()
+    speeds = {
+        name: [n / s for n, s in zip(real_tokens(side)[1 : 1 + ROUNDS], seconds[name], strict=True)]
+        for name, side in sides.items()
+    }
+    ours_tokens = sum(real_tokens(ours))
+    assert tokens == round(ours_tokens) + count, f"{ours_tokens} real tokens here, {tokens} in {count} chats"
+    # the same chats with the last token of each, as the others count them
+    speeds["ours"] = [speed * tokens / ours_tokens for speed in speeds["ours"]]
+    loss = statistics.mean(ours.values)
+    padding = statistics.mean(record["perf/padding"] for record in ours.records)
+    print(f"{count} chats, {tokens:,} tokens; ours: loss {loss:.4f}, padding {padding:.1%}", end="")
+    print(f", {max(ours.summary['peak_memory_bytes']) / 1e9:.2f} GB, {statistics.median(speeds['ours']):.0f} tokens/s")
+    rows = []
+    for peer in peers:
+        name, work = peer.folder.name, json.loads(peer.log.rsplit("\nwork ", 1)[1].splitlines()[0])
+        assert work["tokens"] == tokens, work
+        assert work["parameters"] == ours.summary["trained_parameters"], (work, ours.summary)
+        off = drift([work["loss"] / work["targets"]], [loss])
+        print(f"{name}: {work}, loss {work['loss'] / work['targets']:.4f}", end="")
+        print(f", padding {1 - tokens / work['padded_tokens']:.1%}, {statistics.median(speeds[name]):.0f} tokens/s")
+        assert off < 0.02, f"not the same losses: {off}"
+        row = Comparison(PEERS[name], "tokens/s", speeds["ours"], speeds[name], 1.5, is_gain=True, is_speed=True)
+        rows.append(row)
+    return rows
+
+
+def real_tokens(side: Side) -> list[float]:
+    """Return those of each turn."""
+    if side.folder.name == "ours":
+        return [PEER_STEPS * SEQUENCES * LENGTH * (1 - record["perf/padding"]) for record in side.records]
+    return [float(line.split()[1]) for line in side.log.splitlines() if line.startswith("tokens ")]
+
+
+def has_trl(python: str) -> bool:
+    return subprocess.run([python, "-c", "import trl"], capture_output=True).returncode == 0
+
+
+def measure(_: Path, folder: Path, trl: str, only: list[str], batch: int) -> list[Comparison]:
+    name = find(WEIGHTS["chat"])
+    model = str(PROJECT / name) if (PROJECT / name).exists() else name
+    rows = compare_plain(model, folder / "plain") if "plain" in only else []
+    if names := [name for name in PEERS if name in only]:
+        (folder / "packed").mkdir()
+        rows += compare_packed(model, names, trl, batch, folder / "packed")
+    return rows
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["plain"]:
         plain(sys.argv[2:])
     else:
-        pairs.main(measure, pairs.parser(__doc__))
+        options = pairs.parser(__doc__)
+        options.add_argument("--trl", default=os.environ.get("TRL_PYTHON", sys.executable), help="a Python with trl")
+        peers = ["plain", *PEERS]
+        options.add_argument("--only", nargs="+", choices=peers, default=peers, help="what to compare with")
+        options.add_argument("--batch", type=int, default=8, help="chats per step of Trainer and SFTTrainer")
+        pairs.main(measure, options)

@@ -9,6 +9,9 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Comparison:
         return self.ratio >= self.target if self.is_gain else self.ratio <= self.target
 
 
-def in_turn(rounds: int, *variants: Callable[[], float]) -> list[list[float]]:
+def in_turn(rounds: int, *variants: Callable[[], T]) -> list[list[T]]:
     """Call each in each round, one after the other. Return what they returned, shape (variants, rounds)."""
     values = [[variant() for variant in variants] for _ in range(rounds)]
     return [list(of_variant) for of_variant in zip(*values, strict=True)]

@@ -1,13 +1,12 @@
 """Save while training continues: copy the tensors, and write the copy in the background."""
 
-import copy
 import json
 import shutil
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,9 @@ class CheckpointWriter:
         checkpoint = run.config.folder / "checkpoints" / f"step_{run.progress.step:08d}"
         if checkpoint == self.newest:
             return
-        state = RunState(progress=copy.deepcopy(run.progress), origin=run.origin, **tracker_state)
+        # not a deep copy, which would take longer with each evaluation: of its dicts, only the one of evaluations
+        # changes, and that one is copied
+        state = RunState(progress=replace(run.progress), origin=run.origin, **tracker_state)
         writer = StorageWriter(checkpoint, state, run)
         if torch.__version__ < "2.13":  # older stagers close themselves after a save
             self._stager = DefaultStager(self._options)
