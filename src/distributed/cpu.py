@@ -9,6 +9,7 @@ import sys
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 # parameters of mallopt, from glibc's malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
@@ -68,7 +69,31 @@ class Dropout(nn.Dropout):
         return x * _mask(x, self.p) * (1 / (1 - self.p))
 
 
+class Linear(nn.Linear):
+    """Multiply as nn.Linear does, but in fp32 by oneDNN, as a convolution of 1 x 1: for others torch has MKL, which
+    leaves half of AMD's AVX-512 unused.
+
+    On a core of a Zen 5, with the backward pass: 210 to 240 GFLOP/s instead of 100. On a Zen 4, whose units are half as
+    wide, MKL is as fast.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the product, shape (..., out_features), of `input`, shape (..., in_features)."""
+        is_small = input.numel() * self.out_features < FEWEST
+        if is_small or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+            return super().forward(input)
+        # a row of pixels, channels last; dilation changes nothing but makes torch choose oneDNN on one thread too
+        pixels = input.reshape(1, -1, 1, self.in_features).permute(0, 3, 1, 2)
+        products = F.conv2d(pixels, self.weight[:, :, None, None], self.bias, dilation=2)
+        return products.permute(0, 2, 3, 1).reshape(*input.shape[:-1], self.out_features)
+
+
+FEWEST = 2**22
+"""Multiplications of a layer; with fewer, the time that Python adds exceeds the gain."""
 FASTER: dict[type[nn.Module], type[nn.Module]] = {nn.Conv2d: Conv2d, nn.Dropout: Dropout}
+# among AMD's, Zen 5 is the first with this
+if (found := torch.cpu.get_capabilities()).get("avx512_vp2intersect") and "AMD" in found["cpu_name"]:
+    FASTER[nn.Linear] = Linear
 
 
 def _mask(x: Tensor, p: float) -> Tensor:
