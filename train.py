@@ -6,7 +6,11 @@ To change the loss or add a metric, edit `loss` or `metrics` of your task in src
 train_step.
 """
 
-import src.distributed.early  # noqa: F401  # imports take seconds: handle signals first
+from src.start import begin, run_settings
+
+if __name__ == "__main__":  # the imports below take seconds: answer signals, --help and mistakes first
+    begin()
+
 from src.checkpoint.export import export_model, push_to_hub
 from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
@@ -14,7 +18,7 @@ from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, entry_point, leave, num_machines
 from src.distributed.process import collecting_new_objects
 from src.distributed.stop import StopSignal
-from src.parts import MODES, join_machines, open_store, run_settings, start_parts
+from src.parts import MODES, join_machines, open_store, start_parts
 from src.tasks.task_checks import require_sum
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker

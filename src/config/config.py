@@ -1,10 +1,13 @@
 """The settings of a run: defaults in this file < yaml files < the command line."""
 
+import contextlib
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -18,6 +21,7 @@ from src.config.errors import explained, refuse
 from src.config.groups import Checkpoint, EarlyStopping, Optim, PartSettings
 from src.config.settings import (
     DOWNLOADABLE,
+    Change,
     Downloadable,
     Length,
     ResumeSafe,
@@ -27,6 +31,7 @@ from src.config.settings import (
     marked,
     nearest,
     read_arguments,
+    setting_fields,
     validate,
 )
 from src.config.terminal import say
@@ -176,19 +181,39 @@ class Config(PartSettings, RunSettings):
             yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
 
 
+LENGTH_SETTINGS = marked(Config, Change.LENGTH)
+"""Settings that determine how long a run is."""
+
+
+def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the (old, new) values, by name, of changed settings that make this a different run or, for epochs and
+    max_steps, a longer or shorter one."""
+    now, changed = config.model_dump(mode="json"), {}
+    for name, _, marks in setting_fields(type(config)):
+        if Change.SAFE in marks:
+            continue
+        with contextlib.suppress(KeyError, TypeError):  # another version of the code did not have it
+            before, after = (reduce(getitem, name.split("."), values) for values in (saved, now))
+            if before != after:
+                changed[name] = before, after
+    return changed
+
+
 def load_config(
     argv: list[str],
     tasks: Mapping[str, str],
     place_errors: Callable[[Config], Iterable[str]] = lambda _: (),
-    downloads: Mapping[str, Callable[[str], Path]] = MappingProxyType({}),
+    downloads: Mapping[str, str] = MappingProxyType({}),
+    may_download: bool = True,
 ) -> Config:
     """Read the settings; if `argv` contains --help, print them and exit with code 0.
 
     Args:
-        tasks: import path of each task's class, by name.
+        tasks: import path of each task's class, or of its settings', by name.
         place_errors: yields an error line for each problem with the run's files.
-        downloads: by scheme, a function that downloads NAME of a setting that is SCHEME:NAME and returns the folder.
-            Nothing is downloaded if there are mistakes.
+        downloads: by scheme, the import path of a function that downloads NAME of a setting that is SCHEME:NAME and
+            returns the folder. Nothing is downloaded if there are mistakes.
+        may_download: False: return these settings as they are, unchecked.
 
     Raises:
         UserError: the settings have mistakes. All of them are listed, one per line.
@@ -220,10 +245,12 @@ def load_config(
         if "resume" not in remote and not wrong & PLACE:
             mistakes.extend(place_errors(config))
         refuse(dict.fromkeys(mistakes))
+        if not may_download:
+            return config
         for name, value in remote.items():
             scheme, _, source = value.partition(":")
             with explained(f"{name}={value}: cannot be downloaded, "):
-                values[name] = str(downloads[scheme](source))
+                values[name] = str(resolve_name(downloads[scheme])(source))
         config, wrong = validate(config_class, values, written, mistakes)
     assert isinstance(config, Config)
     if not wrong & PLACE:

@@ -12,6 +12,13 @@ TASKS = {
     "image_classification": "examples.image_classification:ImageClassification",  # room: examples
     "tabular_regression": "examples.tabular_regression:TabularRegression",  # room: examples
 }
+SETTINGS = {
+    # a file of its own that imports no torch, which takes seconds: --help and mistakes are answered at once
+    "mnist": "src.tasks.mnist_settings:MnistSettings",
+    "causal_lm": "src.tasks.text.settings:CausalLMSettings",  # room: text
+    "text_classification": "src.tasks.text.settings:TextClassificationSettings",  # room: text
+}
+"""Where the settings of some tasks are defined, from which the tasks inherit."""
 
 
 def load_metric(name: str) -> Any:

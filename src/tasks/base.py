@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import default_collate
 
 from src.config.errors import explained
-from src.config.settings import Settings
+from src.tasks.settings import TaskSettings
 
 
 class Examples(Protocol):
@@ -90,7 +90,7 @@ class TaskState:
     """What was chosen for this device and dtype, for the start-up summary."""
 
 
-class StatefulSettings(Settings):
+class StatefulSettings(TaskSettings):
     """Frozen settings and, in an object that no two copies share, what a run finds out."""
 
     _state: TaskState = PrivateAttr(default_factory=TaskState)
@@ -126,10 +126,6 @@ class Task(StatefulSettings):
     main process alone.
     """
 
-    name: str
-    """The task to train."""
-    metric_names: ClassVar[tuple[str, ...] | None] = None
-    """Names that `metrics` returns, to check settings that name a metric at the start; None: not known yet."""
     next_step: ClassVar[tuple[str, str]] = "evaluate", "src.tools.evaluate"
     """What to do first with a trained model: a verb, and the program that does it."""
     splits_sequences: ClassVar[bool] = False

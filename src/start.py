@@ -1,0 +1,30 @@
+"""The start of train.py before its imports, which take seconds: catch signals, answer --help and mistakes.
+
+Nothing here imports torch, nor do the settings that SETTINGS names; the mistakes of other tasks are told once it is
+imported.
+"""
+
+import sys
+
+from src.checkpoint.output_dir import folder_errors
+from src.config.config import Config, load_config
+from src.distributed.process import SIGNALS, end_with_launcher, exit_codes
+from src.tasks import SETTINGS, TASKS
+
+DOWNLOADS = {
+    # SCHEME of a setting that is SCHEME:NAME -> function that downloads NAME and returns the folder
+    "wandb": "src.tracking.wandb:download_artifact",  # room: wandb
+}
+
+
+def begin() -> None:
+    """Catch signals and the launcher's death. Exit if the command line asks for --help, or has mistakes."""
+    end_with_launcher()
+    SIGNALS.catch()
+    with exit_codes():
+        load_config(sys.argv[1:], TASKS | SETTINGS, folder_errors, DOWNLOADS, may_download=False)
+
+
+def run_settings(argv: list[str] | None = None) -> Config:
+    """Return the run's settings, by default from the command line. Raise a UserError that lists all their mistakes."""
+    return load_config(sys.argv[1:] if argv is None else argv, TASKS, folder_errors, DOWNLOADS)
