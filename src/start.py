@@ -21,7 +21,7 @@ DOWNLOADS = {
 
 
 def begin() -> None:
-    """Catch signals and the launcher's death. Exit if the command line asks for --help, or has mistakes. Import torch."""
+    """Catch signals and the death of the launcher; answer --help and mistakes, and exit; or else import torch."""
     end_with_launcher()
     SIGNALS.catch()
     with exit_codes():
