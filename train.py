@@ -6,6 +6,8 @@ To change the loss or add a metric, edit `loss` or `metrics` of your task in src
 train_step.
 """
 
+import gc
+
 from src.start import begin, run_settings
 
 if __name__ == "__main__":  # the imports below take seconds: answer signals, --help and mistakes first
@@ -16,7 +18,7 @@ from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, entry_point, leave, num_machines
-from src.distributed.process import collecting_new_objects
+from src.distributed.process import collect_only_new_objects
 from src.distributed.stop import StopSignal
 from src.parts import MODES, join_machines, open_store, start_parts
 from src.tasks.task_checks import require_sum
@@ -89,7 +91,9 @@ def fit(run: Run) -> bool:
     config, progress = run.config, run.progress
     performance = Performance(run)
     # parts are W&B, the report and other optional code that follows the run
-    with start_parts(run) as parts, Tracker(run, parts.where) as tracker, collecting_new_objects():
+    with start_parts(run) as parts, Tracker(run, parts.where) as tracker:
+        gc.collect()  # what building the run has left, which the next line would keep
+        collect_only_new_objects()
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.tell)
         steps = CountedSteps(training_steps(run, progress.step), stop)
@@ -193,6 +197,7 @@ def build(config: Config) -> Run | None:
 @entry_point
 def main() -> None:
     config = run_settings()
+    collect_only_new_objects()  # nothing was collected since the imports began
     join_machines(config)
     run = build(config)
     if run is None:  # it has finished

@@ -4,10 +4,8 @@ Nothing here imports torch, nor do the settings that SETTINGS names; the mistake
 imported.
 """
 
-import atexit
 import gc
 import sys
-from importlib import import_module
 
 from src.checkpoint.output_dir import folder_errors
 from src.config.config import Config, load_config
@@ -21,16 +19,12 @@ DOWNLOADS = {
 
 
 def begin() -> None:
-    """Catch signals and the death of the launcher; answer --help and mistakes, and exit; or else import torch."""
+    """Catch signals and the death of the launcher. Exit if the command line asks for --help, or has mistakes."""
     end_with_launcher()
     SIGNALS.catch()
     with exit_codes():
         load_config(sys.argv[1:], TASKS | SETTINGS, folder_errors, DOWNLOADS, may_download=False)
-    gc.disable()  # looking for garbage among what is being imported would take 0.6 s of 2.3, and find none
-    import_module("torch._dynamo")  # torch, and what each of its optimizers imports
-    gc.freeze()  # later collections leave it out
-    gc.enable()
-    atexit.register(gc.unfreeze)  # some libraries report whatever is left when the process ends as leaked
+    gc.disable()  # until main: looking for garbage would take 0.6 s of the 2.3 in which torch is imported
 
 
 def run_settings(argv: list[str] | None = None) -> Config:
