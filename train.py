@@ -7,11 +7,12 @@ train_step.
 """
 
 import gc
+import sys
 
 from src.start import begin, run_settings
 
 if __name__ == "__main__":  # the imports below take seconds: answer signals, --help and mistakes first
-    begin()
+    begin(sys.argv[1:])
 
 from src.checkpoint.export import export_model, push_to_hub
 from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
@@ -31,7 +32,7 @@ from src.training.gradients import float64_zeros, grad_norm, local_gradients, re
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.out_of_memory import explaining_memory
 from src.training.progress import StepResult
-from src.training.run import Run, begin_task, build_data, described, fingerprints_of, on_device, prepare_model
+from src.training.run import Run, begin_task, build_data, fingerprints_of, on_device, prepare_model
 
 
 def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, float]) -> StepResult:
@@ -169,6 +170,7 @@ def build(config: Config) -> Run | None:
     # ------------------------------------------------------------------------------------------------------- data
     config = begin_task(config, launch)
     train_set, eval_set = build_data(config, accelerator)
+    describe = config.task.describe
     fingerprints = fingerprints_of(config.task, (train_set, eval_set), accelerator)
 
     # --------------------------------------------------------------------------------------- model and optimizers
@@ -188,7 +190,7 @@ def build(config: Config) -> Run | None:
         train_set=on_device(config, train_set, accelerator.device),
         eval_set=on_device(config, eval_set, accelerator.device),
         origin=origin_of(config, launch, accelerator, model, train_set, fingerprints),
-        facts=facts | {"data": described(config.task, train_set, eval_set)},
+        facts=facts | {"data": {"train": describe("train", train_set), "eval": describe("eval", eval_set)}},
     )
     load_checkpoint(run)
     return run
@@ -196,7 +198,7 @@ def build(config: Config) -> Run | None:
 
 @entry_point
 def main() -> None:
-    config = run_settings()
+    config = run_settings(sys.argv[1:])
     collect_only_new_objects()  # nothing was collected since the imports began
     join_machines(config)
     run = build(config)

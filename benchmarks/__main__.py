@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.pairs import Comparison, load, save, table
 from benchmarks.runs import PROJECT
 
-QUESTIONS = ("loop", "mnist", "language", "context_parallel", "evaluation", "checkpoints")
+QUESTIONS = ("startup", "loop", "mnist", "language", "context_parallel", "evaluation", "checkpoints")
 RESULTS = Path(__file__).parent / "results.json"
 MARGIN = 0.02
 

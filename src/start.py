@@ -5,7 +5,6 @@ imported.
 """
 
 import gc
-import sys
 
 from src.checkpoint.output_dir import folder_errors
 from src.config.config import Config, load_config
@@ -18,15 +17,15 @@ DOWNLOADS = {
 }
 
 
-def begin() -> None:
-    """Catch signals and the death of the launcher. Exit if the command line asks for --help, or has mistakes."""
+def begin(argv: list[str]) -> None:
+    """Catch signals and the death of the launcher. Exit if the arguments ask for --help, or have mistakes."""
     end_with_launcher()
     SIGNALS.catch()
     with exit_codes():
-        load_config(sys.argv[1:], TASKS | SETTINGS, folder_errors, DOWNLOADS, may_download=False)
+        load_config(argv, TASKS | SETTINGS, folder_errors, DOWNLOADS, may_download=False)
     gc.disable()  # until main: looking for garbage would take 0.6 s of the 2.3 in which torch is imported
 
 
-def run_settings(argv: list[str] | None = None) -> Config:
-    """Return the run's settings, by default from the command line. Raise a UserError that lists all their mistakes."""
-    return load_config(sys.argv[1:] if argv is None else argv, TASKS, folder_errors, DOWNLOADS)
+def run_settings(argv: list[str]) -> Config:
+    """Return the settings that these arguments ask for. Raise a UserError that lists all their mistakes."""
+    return load_config(argv, TASKS, folder_errors, DOWNLOADS)

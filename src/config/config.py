@@ -222,11 +222,12 @@ def load_config(
     mistakes = [*leftovers()]
     values, written = read_arguments([a for a in argv if a not in ("--help", "-h")], mistakes)
 
-    name = str(values.get("task.name", next(iter(tasks))))
+    default, *_ = tasks
+    name = str(values.get("task.name", default))
     if name not in tasks:
         mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(tasks))} ({', '.join(tasks)})")
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
-        name = next(iter(tasks))
+        name = default
     config_class = _config_class(name, tasks)
     if wants_help:
         say(USAGE.format(tasks="\n  ".join(tasks)), help_text(config_class))
@@ -235,28 +236,20 @@ def load_config(
     values["task.name"] = name
     values["run_name"] = values.get("run_name") or name
     config, wrong = validate(config_class, values, written, mistakes)
-    remote = {}
-    for name in marked(config_class, DOWNLOADABLE) & values.keys():
-        scheme, colon, _ = str(values[name]).partition(":")
-        if colon and scheme in downloads:
-            remote[name] = values[name]
-    assert isinstance(config, Config)
-    if remote:
-        if "resume" not in remote and not wrong & PLACE:
-            mistakes.extend(place_errors(config))
-        refuse(dict.fromkeys(mistakes))
-        if not may_download:
-            return config
-        for name, value in remote.items():
-            scheme, _, source = value.partition(":")
-            with explained(f"{name}={value}: cannot be downloaded, "):
-                values[name] = str(resolve_name(downloads[scheme])(source))
-        config, wrong = validate(config_class, values, written, mistakes)
-    assert isinstance(config, Config)
-    if not wrong & PLACE:
+    remote = {
+        name: parts
+        for name in marked(config_class, DOWNLOADABLE) & values.keys()
+        if (parts := str(values[name]).partition(":"))[1] and parts[0] in downloads
+    }
+    if not wrong & PLACE and "resume" not in remote:
         mistakes.extend(place_errors(config))
     refuse(dict.fromkeys(mistakes))
-    return config
+    if not (remote and may_download):
+        return config
+    for name, (scheme, _, source) in remote.items():
+        with explained(f"{name}={scheme}:{source}: cannot be downloaded, "):
+            argv = [*argv, f"--{name}={resolve_name(downloads[scheme])(source)}"]
+    return load_config(argv, tasks, place_errors)
 
 
 @explained("not the settings of a run: ", (KeyError, ValidationError))

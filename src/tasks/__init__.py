@@ -1,6 +1,6 @@
 """The tasks that `--task.name` selects from, and where they are defined. To add a task, add a line."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 TASKS = {
@@ -24,4 +24,4 @@ SETTINGS = {
 def load_metric(name: str) -> Any:
     """Return a new metric from src/tasks/metrics.py. Importing `evaluate` takes seconds, which this puts off until the
     first evaluation."""
-    return getattr(import_module("src.tasks.metrics"), name)(keep_in_memory=True)
+    return resolve_name(f"src.tasks.metrics:{name}")(keep_in_memory=True)

@@ -5,8 +5,8 @@ import hashlib
 import io
 from base64 import b64encode
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.metadata import distribution
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -91,8 +91,8 @@ class Digits:
 
 def mnist(data_dir: str) -> tuple[Digits, Digits]:
     """Return MNIST's training and test sets, which torchvision reads from `data_dir` or downloads into it."""
-    # importing torchvision takes more than a second, and the bundled digits don't need it
-    dataset = import_module("torchvision.datasets").MNIST
+    # imported here: the bundled digits need no torchvision, and one that doesn't match torch cannot be imported
+    dataset = resolve_name("torchvision.datasets:MNIST")
     parts = []
     for is_train in (True, False):
         try:
@@ -133,9 +133,7 @@ class Mnist(MnistSettings, Task):
         return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
 
     def fingerprint(self, dataset: Digits) -> str:
-        digest = hashlib.sha256(dataset.images.numpy())  # without a copy: MNIST's training set has 47 MB
-        digest.update(dataset.labels.numpy())
-        return digest.hexdigest()
+        return hashlib.sha256(b"".join([dataset.images.numpy(), dataset.labels.numpy()])).hexdigest()
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
         return train.moved(self.rotation, self.shift, seed) if self.rotation or self.shift else train

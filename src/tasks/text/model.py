@@ -9,6 +9,7 @@ from abc import abstractmethod
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,9 +20,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, get_int_from_env
 from huggingface_hub import split_torch_state_dict_into_shards
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from peft.import_utils import is_bnb_4bit_available
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from tokenizers import AddedToken
 from torch.distributed.tensor import DTensor
@@ -41,6 +39,7 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import align_special_tokens
+from transformers.utils import is_bitsandbytes_available
 
 from src.config.errors import UserError, explained, refuse
 from src.config.settings import nearest
@@ -62,16 +61,16 @@ from src.tasks.text.streaming.stream import Stream
 from src.tasks.text.tokenizing import byte_tokenizer
 
 
-def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **options: Any) -> PeftModel:
+def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **options: Any) -> Any:
     """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, except for a
     classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
     `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
-    assert lora.r
+    peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
     layers = [name for name, _ in model.named_modules()]
     absent = [n for n in lora.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
     if absent:
         raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -85,18 +84,18 @@ def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **opt
     with explained(says, (ValueError, TypeError, re.error)), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
-        adapted = get_peft_model(model, config, revision=revision)
-    adapters = {name for name, layer in adapted.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
+        adapted = peft.get_peft_model(model, config, revision=revision)
+    modules = adapted.get_base_model().named_modules()
+    adapters = {name: layer for name, layer in modules if hasattr(layer, "reset_lora_parameters")}
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
-    if (lora.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters)):
+    if (lora.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters.keys())):
         says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
         raise UserError(f"task.lora.target_modules: {says} when they are merged; leave it out, or set merge=false")
     for layer in adapted.modules():
         if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
             layer.to_empty(device="cpu", recurse=False)
-    for layer in adapted.modules():  # again, as peft loses the values if the model is on the meta device
-        if isinstance(layer, LoraLayer):
-            layer.reset_lora_parameters("default", init_lora_weights=True)
+    for layer in adapters.values():  # again, as peft loses the values if the model is on the meta device
+        layer.reset_lora_parameters("default", init_lora_weights=True)
     for name, parameter in adapted.named_parameters():
         is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
         if lora.base_dtype in ("bf16", "nf4") and not is_kept:
@@ -107,7 +106,7 @@ def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **opt
 def require_four_bits(is_sharded: bool) -> None:
     """Raise a UserError if weights can't be kept in 4 bits, because of FSDP or what is installed."""
     setting = "task.lora.base_dtype=nf4"
-    if not is_bnb_4bit_available():
+    if not is_bitsandbytes_available():
         raise UserError(f"{setting}: needs bitsandbytes; `pip install -e '.[nf4]'`")
     if is_sharded:
         # FSDP would gather the bytes without the scales that they are read with
@@ -200,7 +199,8 @@ def load_exported(folder: Path, **options: Any) -> Any:
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
     with explained("not a language model: ", (OSError, ValueError)):
         if has_adapters:
-            adapted = PeftConfig.from_pretrained(source)
+            peft: Any = import_module("peft")
+            adapted = peft.PeftConfig.from_pretrained(source)
             source, revision = adapted.base_model_name_or_path, adapted.revision
         model, found = auto.from_pretrained(
             source, revision=revision, dtype=torch.float32, output_loading_info=True, **options
@@ -213,7 +213,7 @@ def load_exported(folder: Path, **options: Any) -> Any:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # as in add_adapters
-                model = PeftModel.from_pretrained(model, folder)
+                model = peft.PeftModel.from_pretrained(model, folder)
     return model
 
 
@@ -265,9 +265,9 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folde
     tokenizer.save_pretrained(folder)
 
 
-def without_adapters(model: PreTrainedModel | PeftModel) -> Any:
+def without_adapters(model: Any) -> Any:
     """Return the model itself; if it has adapters, they stay inside its layers."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def fsdp_blocks(model: PreTrainedModel) -> list[str]:

@@ -115,13 +115,13 @@ class TextSettings(TaskSettings):
                     yield f"task.sources: {source.dataset} has a weight of 0: remove it, or give it a weight"
         for part in self.parts:
             path = Path(part.dataset)
-            is_local = path.exists()
             is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.dataset)
             if not part.dataset:
                 yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
-            elif is_local and (error := path_error(path)):
-                yield f"task.dataset={path}: {error}"
-            elif not is_local and not is_hub_name and "://" not in part.dataset:
+            elif path.exists():
+                if error := path_error(path):
+                    yield f"task.dataset={path}: {error}"
+            elif not is_hub_name and "://" not in part.dataset:
                 yield f"task.dataset={path}: no such file or folder"
         if self.eval_split == self.train_split and self.eval_from != "all":
             says = "is the training split; leave it unset to hold out a part of that for evaluation"
@@ -129,10 +129,11 @@ class TextSettings(TaskSettings):
         if not self.lora.r and self.lora != Lora():
             yield "task.lora.r is not set: without it, the other settings of task.lora have no effect"
         # on the Hub, or scheme:rest, which is downloaded before
+        folder = Path(str(self.model))
         is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?|\w+:[\w.-]+/[\w.-]+/[\w.-]+:[\w.-]+", str(self.model))
-        if not is_name and not Path(str(self.model)).is_dir():
+        if not is_name and not folder.is_dir():
             yield f"task.model={self.model}: no such folder"
-        if Path(str(self.model), "adapter_config.json").exists():
+        if (folder / "adapter_config.json").exists():
             hint = "name the model that they belong to, or one that they were merged into (task.lora.merge=true)"
             yield f"task.model={self.model}: holds adapters, not a model; {hint}"
 
