@@ -244,7 +244,7 @@ def load_config(
     if not wrong & PLACE and "resume" not in remote:
         mistakes.extend(place_errors(config))
     refuse(dict.fromkeys(mistakes))
-    if not (remote and may_download):
+    if not remote or not may_download:
         return config
     for name, (scheme, _, source) in remote.items():
         with explained(f"{name}={scheme}:{source}: cannot be downloaded, "):

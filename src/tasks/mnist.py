@@ -133,7 +133,7 @@ class Mnist(MnistSettings, Task):
         return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
 
     def fingerprint(self, dataset: Digits) -> str:
-        return hashlib.sha256(b"".join([dataset.images.numpy(), dataset.labels.numpy()])).hexdigest()
+        return hashlib.sha256(b"".join([dataset.images.numpy().data, dataset.labels.numpy().data])).hexdigest()
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
         return train.moved(self.rotation, self.shift, seed) if self.rotation or self.shift else train

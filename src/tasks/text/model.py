@@ -66,8 +66,8 @@ def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **opt
     classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
     `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
     peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
-    layers = [name for name, _ in model.named_modules()]
-    absent = [n for n in lora.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
+    names = [f".{name}" for name, _ in model.named_modules()]
+    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in names)]
     if absent:
         raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
     config = peft.LoraConfig(
@@ -85,8 +85,8 @@ def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **opt
         warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
         adapted = peft.get_peft_model(model, config, revision=revision)
-    modules = adapted.get_base_model().named_modules()
-    adapters = {name: layer for name, layer in modules if hasattr(layer, "reset_lora_parameters")}
+    layers = adapted.get_base_model().named_modules()
+    adapters = {name: layer for name, layer in layers if hasattr(layer, "reset_lora_parameters")}
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
     if (lora.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters.keys())):
         says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
