@@ -6,7 +6,14 @@ To change the loss or add a metric, edit `loss` or `metrics` of your task in src
 train_step.
 """
 
-import src.distributed.early  # noqa: F401  # isort: skip  # imports take seconds: handle signals first
+import gc
+import sys
+
+from src.start import begin, run_settings
+
+if __name__ == "__main__":  # the imports below take seconds: answer signals, --help and mistakes first
+    begin(sys.argv[1:])
+
 import torch
 
 from src.checkpoint.export import export_model, push_to_hub
@@ -14,9 +21,9 @@ from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, entry_point, leave, num_machines
-from src.distributed.process import collecting_new_objects
+from src.distributed.process import collect_only_new_objects
 from src.distributed.stop import StopSignal
-from src.parts import MODES, join_machines, open_store, run_settings, start_parts
+from src.parts import MODES, join_machines, open_store, start_parts
 from src.tasks.task_checks import require_sum
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
@@ -27,7 +34,7 @@ from src.training.gradients import grad_norm, local_gradients, reducing, scale_a
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.out_of_memory import explaining_memory
 from src.training.progress import StepResult
-from src.training.run import Run, begin_task, build_data, described, fingerprints_of, on_device, prepare_model
+from src.training.run import Run, begin_task, build_data, fingerprints_of, on_device, prepare_model
 
 
 def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, float]) -> StepResult:
@@ -87,7 +94,9 @@ def fit(run: Run) -> bool:
     config, progress = run.config, run.progress
     performance = Performance(run)
     # parts are W&B, the report and other optional code that follows the run
-    with start_parts(run) as parts, Tracker(run, parts.where) as tracker, collecting_new_objects():
+    with start_parts(run) as parts, Tracker(run, parts.where) as tracker:
+        gc.collect()  # what building the run has left, which the next line would keep
+        collect_only_new_objects()
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, tracker.tell)
         steps = CountedSteps(training_steps(run, progress.step), stop)
@@ -163,6 +172,7 @@ def build(config: Config) -> Run | None:
     # ------------------------------------------------------------------------------------------------------- data
     config = begin_task(config, launch)
     train_set, eval_set = build_data(config, accelerator)
+    describe = config.task.describe
     fingerprints = fingerprints_of(config.task, (train_set, eval_set), accelerator)
 
     # --------------------------------------------------------------------------------------- model and optimizers
@@ -182,7 +192,7 @@ def build(config: Config) -> Run | None:
         train_set=on_device(config, train_set, accelerator.device),
         eval_set=on_device(config, eval_set, accelerator.device),
         origin=origin_of(config, launch, accelerator, model, train_set, fingerprints),
-        facts=facts | {"data": described(config.task, train_set, eval_set)},
+        facts=facts | {"data": {"train": describe("train", train_set), "eval": describe("eval", eval_set)}},
     )
     load_checkpoint(run)
     return run
@@ -190,7 +200,8 @@ def build(config: Config) -> Run | None:
 
 @entry_point
 def main() -> None:
-    config = run_settings()
+    config = run_settings(sys.argv[1:])
+    collect_only_new_objects()  # nothing was collected since the imports began
     join_machines(config)
     run = build(config)
     if run is None:  # it has finished

@@ -18,7 +18,10 @@ from pathlib import Path
 from benchmarks.pairs import Comparison, load, save, table
 from benchmarks.runs import PROJECT
 
-QUESTIONS = ("loop", "mnist", "language", "chat", "context_parallel", "evaluation", "checkpoints", "growth")
+QUESTIONS = (
+    *("startup", "loop", "mnist", "language", "chat", "context_parallel", "evaluation", "two_processes", "streaming"),
+    *("checkpoints", "growth"),
+)
 RESULTS = Path(__file__).parent / "results.json"
 MARGIN = 0.02
 

@@ -241,13 +241,13 @@ def keep_one_task(project: Path, task: str, training: Training) -> None:
     tasks = project / "src/tasks/__init__.py"
     lines = tasks.read_text(encoding="utf-8").splitlines(keepends=True)
     own = f'    "{task}": "{training.code[:-3].replace("/", ".")}:{TASKS[task].partition(":")[2]}",\n'
-    goes = [f'    "{task}":', *(['    "mnist":'] if task != "mnist" else [])]
+    goes = [f'    "{task}": "{TASKS[task]}"', *(['    "mnist":'] if task != "mnist" else [])]
     lines = [line for line in lines if not line.startswith(tuple(goes))]
     lines.insert(lines.index("TASKS = {\n") + 1, own)
     tasks.write_text("".join(lines), encoding="utf-8")
     kept = {training.config, *(["configs/mnist.yaml", "sweeps/mnist.yaml"] if task == "mnist" else [])}
     gone = [*project.glob("configs/*.yaml"), *project.glob("sweeps/*.yaml")]
-    gone += [project / "src/tasks/mnist.py"] if task != "mnist" else []
+    gone += project.glob("src/tasks/mnist*.py") if task != "mnist" else []
     gone += [page for page in project.glob("docs/*") if page.stem not in PAGES]
     for file in gone:
         if str(file.relative_to(project)) not in kept:

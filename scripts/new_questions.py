@@ -9,8 +9,9 @@ from pathlib import Path
 from rooms import ABOUT, FILES
 
 TEMPLATE = Path(__file__).resolve().parent.parent
-TASKS = dict(re.findall(r'"(\w+)": "([\w.]+:\w+)"', (TEMPLATE / "src/tasks/__init__.py").read_text(encoding="utf-8")))
-"""Where each task is defined. The map is read as text: importing it would import torch."""
+MAPS = (TEMPLATE / "src/tasks/__init__.py").read_text(encoding="utf-8")
+TASKS = dict(re.findall(r'"(\w+)": "([\w.]+:\w+)"', MAPS.partition("SETTINGS = {")[0]))
+"""Where each task is defined. The map is read as text: importing it would need packages."""
 
 
 def code_of(task: str) -> str:

@@ -1,29 +1,25 @@
 """The optional parts of the project, and where they join the rest.
 
-A part follows a run (src/tracking/part.py), runs in place of training, or downloads what a setting names.
+A part follows a run (src/tracking/part.py), or runs in place of training; src/start.py has what settings can download.
 docs/make-it-yours.md says what each part does and how to leave it out. To log runs elsewhere, add a Part of your own.
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from accelerate import Accelerator
 
 from src.check import run_checks
 from src.checkpoint.mirror import Mirror
-from src.checkpoint.output_dir import folder_errors
 from src.checkpoint.store import Store
-from src.config.config import Config, load_config
+from src.config.config import Config
 from src.distributed.machines import join
-from src.tasks import TASKS
 from src.tools.next_step import NextStep
 from src.tracking.accelerate_trackers import TensorBoard, Trackio
 from src.tracking.guard import guarded
 from src.tracking.part import Part, Parts
 from src.tracking.report import Report
 from src.tracking.summary import dry_run
-from src.tracking.wandb import WandbPart, download_artifact
+from src.tracking.wandb import WandbPart
 from src.training.run import Run
 
 PARTS: list[Callable[[Run, str], Part]] = [
@@ -39,16 +35,6 @@ MODES: dict[str, Callable[..., bool]] = {
     "dry_run": dry_run,
 }
 """Functions that run in place of training, by the setting that chooses them: called with run, train_step, evaluate."""
-DOWNLOADS: dict[str, Callable[[str], Path]] = {
-    # NAME of SCHEME:NAME -> folder
-    "wandb": download_artifact,  # room: wandb
-}
-"""Functions that download a folder, by the scheme of the setting that names it (SCHEME:NAME)."""
-
-
-def run_settings(argv: list[str] | None = None) -> Config:
-    """Return the run's settings, by default from the command line. Raise a UserError that lists all their mistakes."""
-    return load_config(sys.argv[1:] if argv is None else argv, TASKS, folder_errors, DOWNLOADS)
 
 
 def join_machines(config: Config) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from accelerate import Accelerator
 from fsspec.implementations.local import LocalFileSystem
 
-from src.checkpoint.files import STATE, file_facts, publish, read_state
+from src.checkpoint.compatibility import read_state
+from src.checkpoint.files import STATE, file_facts, publish
 from src.checkpoint.integrity import problems
 from src.checkpoint.mirror import Mirror, copier
 from src.checkpoint.store import first_valid

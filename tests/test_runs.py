@@ -158,3 +158,26 @@ def test_by_plain_python_in_a_terminal_config_yaml_repeats_the_run(launch: Launc
     assert (run.summary["strategy"], run.summary["num_processes"]) == ("single", 1)
     assert re.search(r"100%.* 3/3 .*loss \d.*samples/s", run.stdout)
     assert run.stdout.count("done in") == 1
+
+
+def test_garbage_is_collected_from_main_on_but_for_what_was_there_before(launch: Launch) -> None:
+    """The libraries' objects, and from the first step on those of the data. Tried without the call in main: nothing is
+    collected while the data is built; and without that in fit: collections go through all examples."""
+    before = (
+        "import gc\n"
+        "from src.tasks.mnist import Mnist\n"
+        "build, loss, made = Mnist.build_datasets, Mnist.loss, []\n"
+        "def is_in_collections(thing):\n"
+        "    return any(thing is other for other in gc.get_objects())\n"
+        "def build_datasets(task):\n"
+        "    made.append([])\n"
+        "    print('collected:', gc.isenabled(), is_in_collections(gc.__dict__), is_in_collections(made[0]))\n"
+        "    return build(task)\n"
+        "def watched_loss(*arguments):\n"
+        "    print('then:', gc.isenabled(), is_in_collections(made[0]))\n"
+        "    return loss(*arguments)\n"
+        "Mnist.build_datasets, Mnist.loss = build_datasets, watched_loss\n"
+    )
+    run = launch("cpu", "--task.source=digits", "--max_steps=1", before=before).succeeded()
+    assert "collected: True False True\n" in run.stdout
+    assert "then: True False\n" in run.stdout

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from src.checkpoint import files
+from src.checkpoint.compatibility import read_state
 from src.checkpoint.integrity import problems
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
@@ -50,7 +50,7 @@ def test_a_payload_in_any_file_stays_inert(checkpoint: Path, tmp_path: Path, nam
     else:
         assert any(name in problem for problem in problems(checkpoint))
     for read in (
-        lambda: files.read_state(checkpoint),
+        lambda: read_state(checkpoint),
         lambda: load_tensors(checkpoint, MnistCnn()),
         lambda: restore_random_state(checkpoint / "rng_00001.json", torch.device("cpu")),
         lambda: list(problems(checkpoint)),

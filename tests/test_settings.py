@@ -12,8 +12,8 @@ from src.checkpoint.files import parent_checkpoint
 from src.config.aliases import OURS, THEIRS, THEIRS_OF_TEXT
 from src.config.config import _config_class
 from src.config.settings import setting_fields, write_yaml
-from src.tasks import TASKS
-from tests.launching import PROJECT, mistakes, needs
+from src.tasks import SETTINGS, TASKS
+from tests.launching import PROJECT, mistakes, needs, run_command
 from train import run_settings
 
 needs_wandb, needs_text = needs("src/config/wandb.py"), needs("src/tasks/text/causal_lm.py")
@@ -226,6 +226,32 @@ def test_help_documents_every_setting_of_the_chosen_task_with_its_default(capfd:
     assert "--task.source=mnist   (mnist|digits)\n        mnist: 60,000 + 10,000 images" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert not re.findall(r"^  --.*\n(?:\s*$|  --)", shown, re.MULTILINE), "undocumented"
+
+
+@pytest.mark.parametrize("task", SETTINGS)
+def test_help_and_all_mistakes_are_answered_without_torch(tmp_path: Path, task: str) -> None:
+    """Those of the command line, the task and the output folder, at once. Tried with torch imported in
+    src/checkpoint/files.py, and with the task itself in place of its settings."""
+    python = (sys.executable, "-X", "importtime", "train.py", f"--task.name={task}")
+    Path("run/model").mkdir(parents=True)
+    Path("run/model/weights").touch()
+    asked = run_command([*python, "--help"], tmp_path)
+    wrong = run_command([*python, "--task.name_=x", "--seed=-1", "verbose", f"--output_dir={tmp_path}/run"], tmp_path)
+    assert (asked.exit_code, wrong.exit_code) == (0, 2)
+    assert f"--task.name={task}" in asked.stdout
+    own = {"text_classification": ["task.model is not set: name a model on the Hub or a local folder"]}
+    for line in (
+        "verbose: not understood; settings are written --name=value",
+        "--seed=-1: must be greater than or equal to 0",
+        "--task.name_=x: unknown setting, did you mean task.name?",
+        f"output_dir={tmp_path}/run: already holds a run (model), but no checkpoint of it; choose another --run_name "
+        "or --output_dir, or move that folder away",
+        *own.get(task, []),
+    ):
+        assert f"train.py: {line}" in wrong.messages
+    for run in (asked, wrong):
+        assert re.search(r"\| +pydantic$", run.stderr, re.MULTILINE)
+        assert not re.search(r"\| +(torch|numpy|transformers|datasets)$", run.stderr, re.MULTILINE)
 
 
 def test_each_name_of_others_leads_to_what_exists_here() -> None:

@@ -30,7 +30,7 @@ import psutil
 import src
 from src.config.errors import UserError
 from src.distributed.process import STOP_SIGNALS
-from src.parts import run_settings
+from src.start import run_settings
 from src.tracking import figures  # room: report
 
 PROJECT = Path(__file__).parent.parent
@@ -76,7 +76,6 @@ def warm() -> None:
         run_settings([])  # pydantic looks up the source of all of them
     # Curves take as long to draw as a short run: a report draws them.  # room: report
     figures.draw_curves = lambda *_, **__: ""  # room: report
-    del sys.modules["src.distributed.early"]  # each rank imports it by itself: it catches signals
     gc.collect()
     gc.freeze()  # or each rank copies what the collector touches
     comm = Path("/proc/self/comm").read_text()

@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 from safetensors.torch import load_file
 
 from src.config.errors import UserError
-from src.parts import run_settings
+from src.start import run_settings
 from src.tasks.base import TaskState, samples
 from tests.launching import Launch, Run, mistakes
 

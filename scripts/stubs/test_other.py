@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import set_seed
 from safetensors.torch import load_file
 
-from src.parts import run_settings
+from src.start import run_settings
 from src.tasks.base import TaskState, samples
 from tests.launching import Launch, Run, mistakes
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from src.config.errors import UserError
-from src.parts import run_settings
+from src.start import run_settings
 from src.tasks.base import TaskState, samples
 from src.tasks.text.tokenizing import byte_tokenizer
 from tests.launching import Launch, Run, mistakes

@@ -1,36 +1,41 @@
 """Whether a run may resume from a checkpoint, or settings, data or metrics.jsonl make it a different run."""
 
-import contextlib
 import json
 import math
 from collections.abc import Mapping
-from functools import reduce
-from operator import getitem
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from src.config.config import Config
+from src.checkpoint.files import STATE
+from src.config.config import LENGTH_SETTINGS, Config, changed_settings
 from src.config.errors import UserError
-from src.config.settings import Change, marked, setting_fields
-from src.training.state import Origin, RunState
+from src.training.progress import Progress
+from src.training.state import FORMAT_VERSION, Origin, RunState
 
-LENGTH_SETTINGS = marked(Config, Change.LENGTH)
-"""Settings that determine how long a run is."""
 OR_ACCEPT_CHANGES = "or resume anyway with --checkpoint.accept_changes=true"
+NESTED: dict[str, Any] = {"progress": Progress, "origin": Origin}
+"""Parts of state.json that have fields of their own."""
 
 
-def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the (old, new) values, by name, of changed settings that make this a different run or, for epochs and
-    max_steps, a longer or shorter one."""
-    now, changed = config.model_dump(mode="json"), {}
-    for name, _, marks in setting_fields(type(config)):
-        if Change.SAFE in marks:
-            continue
-        with contextlib.suppress(KeyError, TypeError):  # another version of the code did not have it
-            before, after = (reduce(getitem, name.split("."), values) for values in (saved, now))
-            if before != after:
-                changed[name] = before, after
-    return changed
+def read_state(checkpoint: Path) -> RunState:
+    """Return a checkpoint's state.json; raise a UserError if it has another format version, or other fields."""
+    content = json.loads((checkpoint / STATE).read_bytes())
+    version = content.get("format_version", "none")
+    known = {f.name for f in fields(RunState)}
+    found = {*content}
+    for part, kind in NESTED.items():
+        known |= {f"{part}.{f.name}" for f in fields(kind)}
+        found |= {f"{part}.{name}" for name in content.get(part, {})}
+    differing = sorted(known ^ found)
+    if version != FORMAT_VERSION or differing:
+        fault = f" with other fields ({', '.join(differing)})" if version == FORMAT_VERSION else ""
+        raise UserError(
+            f"{checkpoint} has format version {version}{fault}, but this code reads version {FORMAT_VERSION}: "
+            f"use the code that saved it, or begin a new run"
+        )
+    parts = {part: kind(**content[part]) for part, kind in NESTED.items()}
+    return RunState(**content | parts)
 
 
 def note_changes(config: Config, checkpoint: Path, then: Origin) -> list[str]:

@@ -7,24 +7,19 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.errors import UserError, naming
+from src.config.errors import naming
 from src.config.settings import read_yaml
-from src.training.progress import Progress
-from src.training.state import FORMAT_VERSION, Origin, RunState
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
 """Prefix of names of files and folders that are being written or deleted. A crash leaves them behind."""
-NESTED: dict[str, Any] = {"progress": Progress, "origin": Origin}
-"""Parts of state.json that have fields of their own."""
 Json = dict[str, Any]
 """A JSON object."""
 
@@ -90,26 +85,6 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the checkpoints in a folder, whole or damaged, newest first."""
     found = [path for path in checkpoints.glob("step_*") if is_checkpoint_name(path.name) and path.is_dir()]
     return sorted(found, key=step_of, reverse=True)
-
-
-def read_state(checkpoint: Path) -> RunState:
-    """Return a checkpoint's state.json; raise a UserError if it has another format version, or other fields."""
-    content = json.loads((checkpoint / STATE).read_bytes())
-    version = content.get("format_version", "none")
-    known = {f.name for f in fields(RunState)}
-    found = {*content}
-    for part, kind in NESTED.items():
-        known |= {f"{part}.{f.name}" for f in fields(kind)}
-        found |= {f"{part}.{name}" for name in content.get(part, {})}
-    differing = sorted(known ^ found)
-    if version != FORMAT_VERSION or differing:
-        fault = f" with other fields ({', '.join(differing)})" if version == FORMAT_VERSION else ""
-        raise UserError(
-            f"{checkpoint} has format version {version}{fault}, but this code reads version {FORMAT_VERSION}: "
-            f"use the code that saved it, or begin a new run"
-        )
-    parts = {part: kind(**content[part]) for part, kind in NESTED.items()}
-    return RunState(**content | parts)
 
 
 def incomplete_path(path: Path) -> Path:

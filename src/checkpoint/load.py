@@ -5,8 +5,8 @@ from pathlib import Path
 from accelerate.utils import set_seed
 from torch import nn
 
-from src.checkpoint.compatibility import require_same_frozen
-from src.checkpoint.files import MANIFEST, STATE, list_checkpoints, read_state, saved_settings
+from src.checkpoint.compatibility import read_state, require_same_frozen
+from src.checkpoint.files import MANIFEST, STATE, list_checkpoints, saved_settings
 from src.checkpoint.integrity import require_whole
 from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config, config_from

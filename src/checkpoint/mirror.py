@@ -27,6 +27,7 @@ from accelerate.utils import gather_object
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
+from src.checkpoint.compatibility import read_state
 from src.checkpoint.files import (
     INCOMPLETE,
     MANIFEST,
@@ -38,7 +39,6 @@ from src.checkpoint.files import (
     json_object,
     list_checkpoints,
     publish,
-    read_state,
     remove_incomplete,
     step_of,
     write_text,

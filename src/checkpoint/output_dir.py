@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.compatibility import LENGTH_SETTINGS, changed_settings
 from src.checkpoint.files import list_checkpoints, read_json, saved_settings
-from src.config.config import Config
+from src.config.config import LENGTH_SETTINGS, Config, changed_settings
 from src.config.errors import UserError
 from src.config.settings import nearest
 from src.config.terminal import say

@@ -6,8 +6,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
-from src.checkpoint.compatibility import note_changes, require_same_origin, require_whole_metrics
-from src.checkpoint.files import parent_checkpoint, read_state, remove_incomplete, saved_settings
+from src.checkpoint.compatibility import note_changes, read_state, require_same_origin, require_whole_metrics
+from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings
 from src.checkpoint.integrity import Damaged, quarantine, require_none_damaged
 from src.checkpoint.output_dir import claim, folder_errors
 from src.checkpoint.rng import absent_random_file, random_file, restore_random_state

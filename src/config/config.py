@@ -1,10 +1,13 @@
 """The settings of a run: defaults in this file < yaml files < the command line."""
 
+import contextlib
 import math
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -18,6 +21,7 @@ from src.config.errors import explained, refuse
 from src.config.groups import Checkpoint, EarlyStopping, Optim, PartSettings
 from src.config.settings import (
     DOWNLOADABLE,
+    Change,
     Downloadable,
     Length,
     ResumeSafe,
@@ -27,6 +31,7 @@ from src.config.settings import (
     marked,
     nearest,
     read_arguments,
+    setting_fields,
     validate,
 )
 from src.config.terminal import say
@@ -176,19 +181,39 @@ class Config(PartSettings, RunSettings):
             yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
 
 
+LENGTH_SETTINGS = marked(Config, Change.LENGTH)
+"""Settings that determine how long a run is."""
+
+
+def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the (old, new) values, by name, of changed settings that make this a different run or, for epochs and
+    max_steps, a longer or shorter one."""
+    now, changed = config.model_dump(mode="json"), {}
+    for name, _, marks in setting_fields(type(config)):
+        if Change.SAFE in marks:
+            continue
+        with contextlib.suppress(KeyError, TypeError):  # another version of the code did not have it
+            before, after = (reduce(getitem, name.split("."), values) for values in (saved, now))
+            if before != after:
+                changed[name] = before, after
+    return changed
+
+
 def load_config(
     argv: list[str],
     tasks: Mapping[str, str],
     place_errors: Callable[[Config], Iterable[str]] = lambda _: (),
-    downloads: Mapping[str, Callable[[str], Path]] = MappingProxyType({}),
+    downloads: Mapping[str, str] = MappingProxyType({}),
+    may_download: bool = True,
 ) -> Config:
     """Read the settings; if `argv` contains --help, print them and exit with code 0.
 
     Args:
-        tasks: import path of each task's class, by name.
+        tasks: import path of each task's class, or of its settings', by name.
         place_errors: yields an error line for each problem with the run's files.
-        downloads: by scheme, a function that downloads NAME of a setting that is SCHEME:NAME and returns the folder.
-            Nothing is downloaded if there are mistakes.
+        downloads: by scheme, the import path of a function that downloads NAME of a setting that is SCHEME:NAME and
+            returns the folder. Nothing is downloaded if there are mistakes.
+        may_download: False: return these settings as they are, unchecked.
 
     Raises:
         UserError: the settings have mistakes. All of them are listed, one per line.
@@ -197,11 +222,12 @@ def load_config(
     mistakes = [*leftovers()]
     values, written = read_arguments([a for a in argv if a not in ("--help", "-h")], mistakes)
 
-    name = str(values.get("task.name", next(iter(tasks))))
+    default, *_ = tasks
+    name = str(values.get("task.name", default))
     if name not in tasks:
         mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(tasks))} ({', '.join(tasks)})")
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
-        name = next(iter(tasks))
+        name = default
     config_class = _config_class(name, tasks)
     if wants_help:
         say(USAGE.format(tasks="\n  ".join(tasks)), help_text(config_class))
@@ -210,26 +236,20 @@ def load_config(
     values["task.name"] = name
     values["run_name"] = values.get("run_name") or name
     config, wrong = validate(config_class, values, written, mistakes)
-    remote = {}
-    for name in marked(config_class, DOWNLOADABLE) & values.keys():
-        scheme, colon, _ = str(values[name]).partition(":")
-        if colon and scheme in downloads:
-            remote[name] = values[name]
-    assert isinstance(config, Config)
-    if remote:
-        if "resume" not in remote and not wrong & PLACE:
-            mistakes.extend(place_errors(config))
-        refuse(dict.fromkeys(mistakes))
-        for name, value in remote.items():
-            scheme, _, source = value.partition(":")
-            with explained(f"{name}={value}: cannot be downloaded, "):
-                values[name] = str(downloads[scheme](source))
-        config, wrong = validate(config_class, values, written, mistakes)
-    assert isinstance(config, Config)
-    if not wrong & PLACE:
+    remote = {
+        name: parts
+        for name in marked(config_class, DOWNLOADABLE) & values.keys()
+        if (parts := str(values[name]).partition(":"))[1] and parts[0] in downloads
+    }
+    if not wrong & PLACE and "resume" not in remote:
         mistakes.extend(place_errors(config))
     refuse(dict.fromkeys(mistakes))
-    return config
+    if not remote or not may_download:
+        return config
+    for name, (scheme, _, source) in remote.items():
+        with explained(f"{name}={scheme}:{source}: cannot be downloaded, "):
+            argv = [*argv, f"--{name}={resolve_name(downloads[scheme])(source)}"]
+    return load_config(argv, tasks, place_errors)
 
 
 @explained("not the settings of a run: ", (KeyError, ValidationError))

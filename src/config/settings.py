@@ -113,7 +113,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
 
 def validate(
     model: type[Settings], values: Mapping[str, Any], written: Written, mistakes: list[str]
-) -> tuple[Settings, set[str]]:
+) -> tuple[Any, set[str]]:
     """Build `model` from values by dotted name. Append a line to `mistakes` for each wrong name or value, and for each
     contradiction.
 

@@ -1,6 +1,7 @@
 """The process: its exit codes (0 done, 1 failed, 2 user error), the signals that stop it, its launcher's death and its
 garbage collection."""
 
+import atexit
 import contextlib
 import ctypes
 import errno
@@ -140,16 +141,12 @@ def leave_it_to_others() -> None:
         SIGNALS.die()
 
 
-@contextlib.contextmanager
-def collecting_new_objects() -> Iterator[None]:
-    """Limit garbage collection to objects created inside this context: going through the libraries' 400,000 and more
-    objects would stop a step for 0.3 s."""
-    gc.collect()  # else freeze would keep garbage in cycles, and its memory
+def collect_only_new_objects() -> None:
+    """Have the garbage collector leave out the objects that there are now: going through the libraries' 400,000 and
+    more would stop a step for 0.3 s."""
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()  # some libraries report whatever is left when the process ends as leaked
+    gc.enable()
+    atexit.register(gc.unfreeze)  # some libraries report whatever is left when the process ends as leaked
 
 
 def end_with_launcher() -> None:

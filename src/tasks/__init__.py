@@ -1,6 +1,6 @@
 """The tasks that `--task.name` selects from, and where they are defined. To add a task, add a line."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 TASKS = {
@@ -12,9 +12,16 @@ TASKS = {
     "image_classification": "examples.image_classification:ImageClassification",  # room: examples
     "tabular_regression": "examples.tabular_regression:TabularRegression",  # room: examples
 }
+SETTINGS = {
+    # a file of its own that imports no torch, which takes seconds: --help and mistakes are answered at once
+    "mnist": "src.tasks.mnist_settings:MnistSettings",
+    "causal_lm": "src.tasks.text.settings:CausalLMSettings",  # room: text
+    "text_classification": "src.tasks.text.settings:TextClassificationSettings",  # room: text
+}
+"""Where the settings of some tasks are defined, from which the tasks inherit."""
 
 
 def load_metric(name: str) -> Any:
     """Return a new metric from src/tasks/metrics.py. Importing `evaluate` takes seconds, which this puts off until the
     first evaluation."""
-    return getattr(import_module("src.tasks.metrics"), name)(keep_in_memory=True)
+    return resolve_name(f"src.tasks.metrics:{name}")(keep_in_memory=True)

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import default_collate
 
 from src.config.errors import explained
-from src.config.settings import Settings
+from src.tasks.settings import TaskSettings
 
 
 class Examples(Protocol):
@@ -90,8 +90,20 @@ class TaskState:
     """What was chosen for this device and dtype, for the start-up summary."""
 
 
-class StatefulSettings(Settings):
-    """Frozen settings and, in an object that no two copies share, what a run finds out."""
+class Task(TaskSettings):
+    """Defines what to train, on what data, and how to score it.
+
+    Subclass it in a file of its own, and list that file in src/tasks/__init__.py. Fields are the task's settings
+    (`--task.<field>`), and frozen. What a run finds out goes into `self.state`, or into a private attribute if neither
+    a checkpoint nor a copy of the task needs it. Methods are called on every process, except that `fingerprint` is
+    called on the first process of each machine, and `metrics`, `tables`, `preview`, `export` and `predictions` on the
+    main process alone.
+    """
+
+    next_step: ClassVar[tuple[str, str]] = "evaluate", "src.tools.evaluate"
+    """What to do first with a trained model: a verb, and the program that does it."""
+    splits_sequences: ClassVar[bool] = False
+    """Whether several processes can split each example, which is a sequence: see `TaskState.cp`."""
 
     _state: TaskState = PrivateAttr(default_factory=TaskState)
 
@@ -114,26 +126,6 @@ class StatefulSettings(Settings):
         copied: Any = type(self).model_construct(_fields_set=self.model_fields_set, **values)
         copied._state = copy.deepcopy(self._state)
         return copied
-
-
-class Task(StatefulSettings):
-    """Defines what to train, on what data, and how to score it.
-
-    Subclass it in a file of its own, and list that file in src/tasks/__init__.py. Fields are the task's settings
-    (`--task.<field>`), and frozen. What a run finds out goes into `self.state`, or into a private attribute if neither
-    a checkpoint nor a copy of the task needs it. Methods are called on every process, except that `fingerprint` is
-    called on the first process of each machine, and `metrics`, `tables`, `preview`, `export` and `predictions` on the
-    main process alone.
-    """
-
-    name: str
-    """The task to train."""
-    metric_names: ClassVar[tuple[str, ...] | None] = None
-    """Names that `metrics` returns, to check settings that name a metric at the start; None: not known yet."""
-    next_step: ClassVar[tuple[str, str]] = "evaluate", "src.tools.evaluate"
-    """What to do first with a trained model: a verb, and the program that does it."""
-    splits_sequences: ClassVar[bool] = False
-    """Whether several processes can split each example, which is a sequence: see `TaskState.cp`."""
 
     # ------------------------------------------------------------------------------------------------------ required
 

@@ -5,22 +5,20 @@ import hashlib
 import io
 from base64 import b64encode
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.metadata import distribution
-from typing import Annotated, Any, ClassVar, Literal
+from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field, NonNegativeInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from src.config.errors import UserError, cause
-from src.config.groups import Fraction
-from src.config.settings import ResumeSafe
 from src.tasks import load_metric
 from src.tasks.base import PICTURE, Counts, Metrics, Tables, Task, Tensors
+from src.tasks.mnist_settings import MnistSettings
 from src.tasks.tables import label_columns, label_tables
 
 
@@ -93,8 +91,8 @@ class Digits:
 
 def mnist(data_dir: str) -> tuple[Digits, Digits]:
     """Return MNIST's training and test sets, which torchvision reads from `data_dir` or downloads into it."""
-    # importing torchvision takes more than a second, and the bundled digits don't need it
-    dataset = import_module("torchvision.datasets").MNIST
+    # imported here: the bundled digits need no torchvision, and one that doesn't match torch cannot be imported
+    dataset = resolve_name("torchvision.datasets:MNIST")
     parts = []
     for is_train in (True, False):
         try:
@@ -125,25 +123,8 @@ def bundled_digits() -> tuple[Digits, Digits]:
     return Digits(images[split:], labels[split:]), Digits(images[:split], labels[:split])
 
 
-class Mnist(Task):
+class Mnist(MnistSettings, Task):
     """Classifies images of handwritten digits."""
-
-    name: Literal["mnist"] = "mnist"
-    """The task to train."""
-    source: Literal["mnist", "digits"] = "mnist"
-    """mnist: 60,000 + 10,000 images, downloaded once; digits: 1,438 + 359 that come with scikit-learn."""
-    data_dir: ResumeSafe[str] = "data"
-    """Folder where torchvision keeps MNIST, as MNIST/raw; downloaded if missing."""
-    shift: Annotated[NonNegativeInt, Field(le=8)] = 2
-    """Largest shift of a training image along each axis, in pixels, redrawn in each epoch."""
-    rotation: Annotated[float, Field(ge=0, le=180)] = 10.0
-    """Largest rotation of a training image, in degrees, redrawn in each epoch."""
-    dropout: Annotated[float, Field(ge=0, lt=2)] = 0.2
-    """Factor for the model's two dropout rates, 0.25 and 0.5; 0 turns them off."""
-    label_smoothing: Fraction = 0.1
-    """Fraction of the training target that is spread evenly over all ten digits; the evaluation loss has none."""
-
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     def build_model(self) -> nn.Module:
         return MnistCnn(dropout=self.dropout)
@@ -152,7 +133,7 @@ class Mnist(Task):
         return bundled_digits() if self.source == "digits" else mnist(self.data_dir)
 
     def fingerprint(self, dataset: Digits) -> str:
-        return hashlib.sha256(dataset.images.numpy().tobytes() + dataset.labels.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(b"".join([dataset.images.numpy().data, dataset.labels.numpy().data])).hexdigest()
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
         return train.moved(self.rotation, self.shift, seed) if self.rotation or self.shift else train

@@ -10,8 +10,9 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+from src.checkpoint.compatibility import read_state
 from src.checkpoint.export import export_weights, replacing, write_cards
-from src.checkpoint.files import MANIFEST, list_checkpoints, read_state
+from src.checkpoint.files import MANIFEST, list_checkpoints
 from src.checkpoint.integrity import problems, require_whole
 from src.checkpoint.load import config_of, is_checkpoint_folder, load_trained_model
 from src.checkpoint.rng import absent_random_file

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch._dynamo  # noqa: F401  # each optimizer imports it, but would do so later, while garbage is looked for
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, AdamW, Muon, Optimizer

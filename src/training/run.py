@@ -1,7 +1,7 @@
 """The run that `build` in train.py puts together, and its data and model."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -191,13 +191,8 @@ def on_device(config: Config, dataset: Examples, device: torch.device) -> Exampl
         # worker processes can't read the device's memory
         return dataset
     # a small dataset is copied to the device once, so that batches don't have to be
-    to: Callable[[torch.device], Examples] | None = getattr(dataset, "to", None)
+    to: Any = getattr(dataset, "to", None)
     return to(device) if to else dataset
-
-
-def described(task: Task, train_set: Examples, eval_set: Examples) -> dict[str, dict[str, float]]:
-    """Return the task's figures about its data."""
-    return {"train": task.describe("train", train_set), "eval": task.describe("eval", eval_set)}
 
 
 def prepare_model(config: Config, accelerator: Accelerator, launch: Launch) -> tuple[nn.Module, dict[str, Any]]:

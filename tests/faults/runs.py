@@ -15,7 +15,8 @@ from src.checkpoint.files import file_facts
 from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.tensors import read_tensors, saved_tensors
 from src.config.errors import UserError
-from src.parts import open_store, run_settings
+from src.parts import open_store
+from src.start import run_settings
 from src.training.state import Origin, ResumePoint
 from tests.launching import Launch, Run, Started
 

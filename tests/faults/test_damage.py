@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from src.checkpoint import files
-from src.checkpoint.compatibility import note_changes, require_same_data, require_whole_metrics
+from src.checkpoint.compatibility import note_changes, read_state, require_same_data, require_whole_metrics
 from src.checkpoint.files import read_lines
 from src.checkpoint.integrity import problems
 from src.checkpoint.store import best_first
@@ -169,7 +168,7 @@ def test_one_that_may_not_be_read_is_not_set_aside(run: Path, monkeypatch: pytes
 
 def test_a_shorter_schedule_is_another_run(whole: Whole) -> None:
     """Where the steps asked for are more than those of the epochs, they are what the schedule spans."""
-    origin = files.read_state(whole("cpu", *ALL).folder / "checkpoints" / "step_00000012").origin
+    origin = read_state(whole("cpu", *ALL).folder / "checkpoints" / "step_00000012").origin
     for then, now, is_refused in (
         ({"max_steps": 1000}, {"max_steps": 950}, True),  # an epoch has 90 steps, so 10 of them 900
         ({"max_steps": 200}, {"max_steps": 100}, False),

@@ -16,8 +16,8 @@ from datasets import Dataset
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from src.checkpoint.compatibility import changed_settings, require_same_data
-from src.config.config import config_from
+from src.checkpoint.compatibility import require_same_data
+from src.config.config import changed_settings, config_from
 from src.tasks import TASKS
 from src.tasks.text.chats import ChatEncoder, as_tools
 from src.tasks.text.model import save

@@ -233,7 +233,7 @@ def test_what_cannot_be_in_4_bits(shared: Path, models: Path, launch: Launch, mo
     )
     with pytest.raises(UserError, match="^task.lora.base_dtype=nf4: needs --mixed_precision bf16 before train.py$"):
         task(models / "spread").begin(TaskState())
-    monkeypatch.setattr(model, "is_bnb_4bit_available", lambda: False)
+    monkeypatch.setattr(model, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(
         UserError, match="^task.lora.base_dtype=nf4: needs bitsandbytes; `pip install -e '.\\[nf4\\]'`$"
     ):

@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from datasets import Dataset
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
-from src.config.settings import ResumeSafe
 from src.tasks.base import Counts, Table, Tensors
 from src.tasks.text.chats import CHATML, ChatEncoder, Question, as_tools, ask, ends_of_turn, read_questions
 from src.tasks.text.context_parallel import own_part, register, require_known_positions
@@ -31,6 +30,7 @@ from src.tasks.text.model import (
 )
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.reading import Encoders, as_is, as_text
+from src.tasks.text.settings import CausalLMSettings
 from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source, with_sources
 from src.tasks.text.streaming.stream import Stream, build_stream
 from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
@@ -40,39 +40,9 @@ SUMS = ("nats", "targets", "correct")
 token."""
 
 
-class CausalLM(Decoder):
+class CausalLM(CausalLMSettings, Decoder):
     """Predicts the next token of raw text, of prompts with completions, or of chats."""
 
-    name: Literal["causal_lm"] = "causal_lm"
-    """The task to train."""
-    chat_template: str | None = None
-    """A Jinja file with a chat template, or chatml, a common one; null: the tokenizer's own."""
-    new_tokens: list[str] = []
-    """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and last layer are trained,
-    alongside adapters too."""
-    text_column: str | None = None
-    """Column of raw text. If none of the four column settings is set, the column names decide."""
-    prompt_column: str | None = None
-    """Column of prompts; needs completion_column too."""
-    completion_column: str | None = None
-    """Column of completions, which follow the prompts."""
-    messages_column: str | None = None
-    """Column of chats: lists of messages with role and content (and tool_calls), or ShareGPT's from and value. A
-    `tools` column beside it describes the tools that they may call."""
-    train_on_prompts: bool = False
-    """Include prompts and other roles' turns in the loss, not only completions and the assistant's turns."""
-    sequence_length: PositiveInt = 1024
-    """Tokens that the model sees at once. Longer text is split into several sequences; longer prompts and chats are
-    truncated."""
-    packing: bool = True
-    """Pack several short documents into one sequence. They don't see each other."""
-    questions: ResumeSafe[str | None] = None
-    """A .jsonl file of questions, each with the facts that a right answer contains, word for word: {"question": "Which
-    flag …?", "facts": ["--check"]}. They are asked at the end, with and without the adapters."""
-    attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
-    """How packed documents are kept apart. sdpa: by a mask. auto: by torch's varlen kernel, which needs no mask, in
-    half precision on a GPU if the model supports it; otherwise by a mask."""
-    metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
     next_step: ClassVar[tuple[str, str]] = "talk", "src.tools.generate"
     splits_sequences: ClassVar[bool] = True
     core_name: ClassVar[str] = "lm"

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import send_to_device
-from peft.utils import TrainableTokensWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -259,7 +258,7 @@ class LanguageModel(nn.Module):
         scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         self._scale = (scale or 1.0) / (divisor or 1.0)  # Cohere, Granite
         self.hf.get_input_embeddings().register_forward_hook(_in_bf16_under_autocast)
-        with_new_rows = isinstance(head, TrainableTokensWrapper)  # its weight includes them
+        with_new_rows = hasattr(head, "token_adapter")  # its weight includes them
         # with adapters it is not plain
         self._is_plain_head = with_new_rows or (type(head) is nn.Linear and head.bias is None)
         # Accelerate compares weights to see whether layers are tied, and peft makes new ones on each access

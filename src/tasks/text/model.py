@@ -1,18 +1,17 @@
 """Transformers models: loaded or made from scratch, with or without adapters, in 4 bits or fp32, and exported."""
 
-import contextlib
 import copy
 import json
 import os
 import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import psutil
@@ -21,11 +20,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, get_int_from_env
 from huggingface_hub import split_torch_state_dict_into_shards
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from peft.import_utils import is_bnb_4bit_available
-from peft.tuners.lora import LoraLayer
-from pydantic import BeforeValidator, PositiveInt
-from ruamel.yaml.error import YAMLError
 from safetensors.torch import save_file
 from tokenizers import AddedToken
 from torch.distributed.tensor import DTensor
@@ -45,10 +39,10 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import align_special_tokens
+from transformers.utils import is_bitsandbytes_available
 
 from src.config.errors import UserError, explained, refuse
-from src.config.groups import Fraction
-from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings, nearest, read_yaml
+from src.config.settings import nearest
 from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading
@@ -62,77 +56,57 @@ from src.tasks.text.meta_loading import (
     weight_files,
 )
 from src.tasks.text.reading import TextTask
+from src.tasks.text.settings import DecoderSettings, Lora
 from src.tasks.text.streaming.stream import Stream
 from src.tasks.text.tokenizing import byte_tokenizer
 
 
-class Lora(Settings):
-    """Configures LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small matrices are trained instead of the
-    weights."""
-
-    r: PositiveInt | None = None
-    """Rank of the adapters; null: no adapters, all weights are trained."""
-    alpha: PositiveInt = 16
-    """What the adapters add to a layer's output is scaled by alpha / r."""
-    dropout: Fraction = 0.0
-    """Dropout rate on the adapters' input."""
-    target_modules: list[str] = []
-    """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
-    exclude_modules: str | None = None
-    r"""A regular expression: layers whose name matches get no adapters; .*\.\d\..* excludes blocks 0 to 9. Below the
-    first adapters there is no backward pass, and no activations are kept."""
-    base_dtype: ResumeSafe[Literal["nf4", "bf16", "fp32"] | None] = None
-    """Dtype of the frozen weights; null: bf16 if a GPU computes in it, else fp32. nf4: 4 bits, on one device or under
-    DDP; embedding and output are bf16. Adapters and a classifier's head are fp32."""
-    merge: SafeReopens[bool] = False
-    """Also export the model with the adapters merged into its weights, to model/merged. A classifier's always are."""
-
-    def add_adapters(self, model: PreTrainedModel, revision: str | None, **options: Any) -> PeftModel:
-        """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, except for a
-        classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
-        `target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
-        assert self.r
-        layers = [name for name, _ in model.named_modules()]
-        absent = [n for n in self.target_modules if not any(f".{layer}".endswith(f".{n}") for layer in layers)]
-        if absent:
-            raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
-        config = LoraConfig(
-            r=self.r,
-            lora_alpha=self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=self.target_modules or "all-linear",
-            exclude_modules=self.exclude_modules,
-            **options,
-        )
-        if os.path.isdir(source := str(model.name_or_path)):  # the adapters record it, and have to load from any folder
-            model.name_or_path = os.path.abspath(source)
-        says = "task.lora.target_modules, exclude_modules: "
-        with explained(says, (ValueError, TypeError, re.error)), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
-            adapted = get_peft_model(model, config, revision=revision)
-        adapters = {name for name, layer in adapted.get_base_model().named_modules() if isinstance(layer, LoraLayer)}
-        tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
-        if (self.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters)):
-            says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
-            raise UserError(f"task.lora.target_modules: {says} when they are merged; leave it out, or set merge=false")
-        for layer in adapted.modules():
-            if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
-                layer.to_empty(device="cpu", recurse=False)
-        for layer in adapted.modules():  # again, as peft loses the values if the model is on the meta device
-            if isinstance(layer, LoraLayer):
-                layer.reset_lora_parameters("default", init_lora_weights=True)
-        for name, parameter in adapted.named_parameters():
-            is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
-            if self.base_dtype in ("bf16", "nf4") and not is_kept:
-                parameter.data = parameter.data.bfloat16()
-        return adapted
+def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **options: Any) -> Any:
+    """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, except for a
+    classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
+    `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
+    peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
+    names = [f".{name}" for name, _ in model.named_modules()]
+    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in names)]
+    if absent:
+        raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules or "all-linear",
+        exclude_modules=lora.exclude_modules,
+        **options,
+    )
+    if os.path.isdir(source := str(model.name_or_path)):  # the adapters record it, and have to load from any folder
+        model.name_or_path = os.path.abspath(source)
+    says = "task.lora.target_modules, exclude_modules: "
+    with explained(says, (ValueError, TypeError, re.error)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
+        adapted = peft.get_peft_model(model, config, revision=revision)
+    layers = adapted.get_base_model().named_modules()
+    adapters = {name: layer for name, layer in layers if hasattr(layer, "reset_lora_parameters")}
+    tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
+    if (lora.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters.keys())):
+        says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
+        raise UserError(f"task.lora.target_modules: {says} when they are merged; leave it out, or set merge=false")
+    for layer in adapted.modules():
+        if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
+            layer.to_empty(device="cpu", recurse=False)
+    for layer in adapters.values():  # again, as peft loses the values if the model is on the meta device
+        layer.reset_lora_parameters("default", init_lora_weights=True)
+    for name, parameter in adapted.named_parameters():
+        is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
+        if lora.base_dtype in ("bf16", "nf4") and not is_kept:
+            parameter.data = parameter.data.bfloat16()
+    return adapted
 
 
 def require_four_bits(is_sharded: bool) -> None:
     """Raise a UserError if weights can't be kept in 4 bits, because of FSDP or what is installed."""
     setting = "task.lora.base_dtype=nf4"
-    if not is_bnb_4bit_available():
+    if not is_bitsandbytes_available():
         raise UserError(f"{setting}: needs bitsandbytes; `pip install -e '.[nf4]'`")
     if is_sharded:
         # FSDP would gather the bytes without the scales that they are read with
@@ -225,7 +199,8 @@ def load_exported(folder: Path, **options: Any) -> Any:
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
     with explained("not a language model: ", (OSError, ValueError)):
         if has_adapters:
-            adapted = PeftConfig.from_pretrained(source)
+            peft: Any = import_module("peft")
+            adapted = peft.PeftConfig.from_pretrained(source)
             source, revision = adapted.base_model_name_or_path, adapted.revision
         model, found = auto.from_pretrained(
             source, revision=revision, dtype=torch.float32, output_loading_info=True, **options
@@ -237,8 +212,8 @@ def load_exported(folder: Path, **options: Any) -> Any:
             with suppress(OSError):  # adapters from elsewhere have none
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # as in Lora.add_adapters
-                model = PeftModel.from_pretrained(model, folder)
+                warnings.simplefilter("ignore", FutureWarning)  # as in add_adapters
+                model = peft.PeftModel.from_pretrained(model, folder)
     return model
 
 
@@ -290,9 +265,9 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folde
     tokenizer.save_pretrained(folder)
 
 
-def without_adapters(model: PreTrainedModel | PeftModel) -> Any:
+def without_adapters(model: Any) -> Any:
     """Return the model itself; if it has adapters, they stay inside its layers."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def fsdp_blocks(model: PreTrainedModel) -> list[str]:
@@ -350,15 +325,6 @@ class FineTuning(TextTask):
     """Whether adapters are exported on their own."""
     has_new_head: ClassVar[bool] = False
     """Whether the layers after the base model, and a pooler, are new if the checkpoint has none that fit."""
-    model: Downloadable[str | None] = None
-    """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
-    fp32; its code is never run."""
-    revision: str | None = None
-    """Branch, tag or commit of a model on the Hub."""
-    dropout: Fraction | None = None
-    """Value for all of the model's dropout rates; null: as in its config."""
-    lora: Lora = Lora()
-    """Low-rank adapters."""
     _trained_rows: dict[str, list[int]] | None = None
     """Rows of new tokens to train alongside adapters, by layer."""
 
@@ -382,18 +348,6 @@ class FineTuning(TextTask):
         if isinstance(train, Stream):
             return range(len(train))  # each window is shuffled already
         return super().order(train, random, global_batch_size)
-
-    def validation_errors(self) -> Iterator[str]:
-        yield from super().validation_errors()
-        if not self.lora.r and self.lora != Lora():
-            yield "task.lora.r is not set: without it, the other settings of task.lora have no effect"
-        # on the Hub, or scheme:rest, which is downloaded before
-        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?|\w+:[\w.-]+/[\w.-]+/[\w.-]+:[\w.-]+", str(self.model))
-        if not is_name and not Path(str(self.model)).is_dir():
-            yield f"task.model={self.model}: no such folder"
-        if Path(str(self.model), "adapter_config.json").exists():
-            hint = "name the model that they belong to, or one that they were merged into (task.lora.merge=true)"
-            yield f"task.model={self.model}: holds adapters, not a model; {hint}"
 
     def begin(self, state: TaskState) -> Self:
         # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
@@ -466,7 +420,7 @@ class FineTuning(TextTask):
         if not self.lora.r:
             return model
         options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
-        return self.lora.add_adapters(model, self.revision, **options)
+        return add_adapters(self.lora, model, self.revision, **options)
 
     def model_from_config(self) -> Any:
         """Return a new transformers model of this config, fp32, with random weights."""
@@ -594,33 +548,8 @@ class FineTuning(TextTask):
         return {"": card | {"library_name": "peft"}} | ({"merged": card} if self.lora.merge else {})
 
 
-def typed(value: Any) -> Any:
-    """Parse values from the command line, which are text, as YAML."""
-    if isinstance(value, str):
-        with contextlib.suppress(YAMLError):
-            value = read_yaml(value)
-    if isinstance(value, dict):
-        return {name: typed(inner) for name, inner in value.items()}
-    return value
-
-
-class Decoder(FineTuning):
+class Decoder(DecoderSettings, FineTuning):
     """Trains a transformers decoder, from scratch or fine-tuned."""
-
-    architecture: Annotated[dict[str, Any], BeforeValidator(typed)] = {}
-    """What to train from scratch, instead of task.model: model_type as transformers names it (llama, gpt2, qwen3, …),
-    and any fields of its config."""
-    tokenizer: str | None = None
-    """A model whose tokenizer to use, or `bytes`; null: task.model's own, or bytes if trained from scratch."""
-    sequence_length: PositiveInt
-    """Tokens that the model sees at once."""
-
-    def validation_errors(self) -> Iterator[str]:
-        yield from super().validation_errors()
-        if bool(self.model) == bool(self.architecture):
-            yield "task.model, task.architecture: set one of them, to fine-tune a model or to train one from scratch"
-        if self.lora.r and not self.model:
-            yield "task.lora adapts an existing model: set task.model, not task.architecture"
 
     def load_model(self) -> Any:
         if self.model:

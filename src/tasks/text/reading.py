@@ -5,14 +5,13 @@ Rows are read as they are written, in groups, from files or tables, for loaded, 
 
 import hashlib
 import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import datasets
 import fsspec
@@ -22,16 +21,14 @@ from datasets import ClassLabel, Dataset, DownloadManager, Features, Json, List,
 from datasets.arrow_writer import ArrowWriter
 from datasets.fingerprint import Hasher
 from pyarrow import parquet
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import PrivateAttr
 
 from src.config.errors import UserError, cause, explained, listed, refuse
-from src.config.settings import ResumeSafe, Settings
 from src.config.terminal import bar, is_first, say
 from src.tasks.base import Task
 from src.tasks.text.files import (
     EVALUATION,
     HAVE_LINES,
-    KINDS,
     TEXT_FORMATS,
     Group,
     Parsed,
@@ -40,13 +37,12 @@ from src.tasks.text.files import (
     declared_splits,
     find_files,
     index_files,
-    lasting,
-    list_files,
     loading,
-    path_error,
     patiently,
     splits_of,
 )
+from src.tasks.text.listing import KINDS, lasting, list_files
+from src.tasks.text.settings import MixtureSource, TextSettings
 from src.tasks.text.streaming.order import hold_out
 
 Rows = dict[str, list[Any]]
@@ -299,86 +295,10 @@ REASON = "why this row cannot be used"
 SKIP = "or skip such rows with --task.bad_rows=skip"
 
 
-class MixtureSource(Settings):
-    """Names one dataset of a mixture, and how much of it to take."""
-
-    dataset: str = ""
-    dataset_config: str | None = None
-    weight: NonNegativeFloat = 1.0
-    max_epochs: PositiveInt = 1
-
-
-class TextTask(Task):
+class TextTask(TextSettings, Task):
     """Reads the rows of a text task, as its settings say."""
 
-    dataset: str = ""
-    """A dataset on the Hub, a file (.txt, .jsonl, .json, .csv, .tsv, .parquet), or a folder of such files whose names
-    tell their split: train, and validation, dev or test; here or at a URL such as s3://bucket/folder. A .txt file is
-    one document; in a .tsv, quotes are plain text."""
-    dataset_config: str | None = None
-    """Configuration (subset) of a dataset on the Hub."""
-    column_names: list[str] = []
-    """Names of the columns of a .csv or .tsv file without a header."""
-    train_split: str = "train"
-    """Split to train on."""
-    eval_split: str | None = None
-    """Split to evaluate on; null: validation, dev or test if there is one, else a part of train_split."""
-    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Fraction of train_split that is held out for evaluation if there is no split for it."""
-    eval_from: Literal["random", "last", "all"] = "random"
-    """Which rows are held out: random ones, the same in each run, or the last ones. A single document is always cut
-    near its end. all: none, and all rows are evaluated on, as src.tools.evaluate does with other data."""
-    bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows that cannot be read, or whose text or label is missing or of the wrong type. refuse: name
-    the first and stop; skip: leave them out and count them."""
-    streaming: bool = False  # room: streaming
-    """Read files during training instead of loading them first. Evaluation data are loaded first."""
-    sources: list[MixtureSource] = []  # room: streaming
-    """Datasets to mix, instead of task.dataset: [{dataset: A, weight: 3}, {dataset: B, weight: 1, max_epochs: 2}]. Rows
-    are drawn in proportion to the weights. An epoch has each row max_epochs times, 1 by default: once a source is used
-    up, the others take over its share."""
-    shuffle_window: PositiveInt = 10_000  # room: streaming
-    """Streamed or mixed rows that are shuffled and packed together, on average: windows have about the same number of
-    bytes. Groups of rows are shuffled first."""
-    cache_gb: ResumeSafe[PositiveFloat] = 20.0  # room: streaming
-    """Gigabytes of disk space that tokenized rows may take, for the next epoch and other processes."""
     _skipped_rows: dict[str, int] = PrivateAttr(default_factory=dict)
-
-    @property
-    def parts(self) -> list[MixtureSource]:
-        """Return the datasets to read: those of the mixture, or the only one."""
-        if self.sources:  # room: streaming
-            return self.sources
-        return [MixtureSource(dataset=self.dataset, dataset_config=self.dataset_config)]
-
-    @property
-    def is_streamed(self) -> bool:  # room: streaming
-        """Return whether rows are tokenized during training, as those of a mixture are too."""
-        return self.streaming or bool(self.sources)
-
-    def validation_errors(self) -> Iterator[str]:
-        yield from super().validation_errors()
-        if self.is_streamed:  # room: streaming
-            if self.streaming and self.eval_from == "all":
-                yield "task.eval_from=all: streaming holds out the last rows; unset one of the two"
-            if self.sources and self.dataset:
-                yield "task.dataset and task.sources: set one, a single dataset or a mixture"
-            for source in self.sources:
-                if not source.weight:
-                    yield f"task.sources: {source.dataset} has a weight of 0: remove it, or give it a weight"
-        for part in self.parts:
-            path = Path(part.dataset)
-            is_local = path.exists()
-            is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.dataset)
-            if not part.dataset:
-                yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
-            elif is_local and (error := path_error(path)):
-                yield f"task.dataset={path}: {error}"
-            elif not is_local and not is_hub_name and "://" not in part.dataset:
-                yield f"task.dataset={path}: no such file or folder"
-        if self.eval_split == self.train_split and self.eval_from != "all":
-            says = "is the training split; leave it unset to hold out a part of that for evaluation"
-            yield f"task.eval_split={self.eval_split}: {says}"
 
     def open_rows(self) -> list[Opened]:
         """Return a reader for the rows of each of `parts`. Raise a UserError that says in one line what cannot be

@@ -2,15 +2,14 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import PrivateAttr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
@@ -19,9 +18,10 @@ from src.config.errors import UserError, listed
 from src.tasks import load_metric
 from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
-from src.tasks.text.model import FineTuning, Lora, check_fit
+from src.tasks.text.model import FineTuning, check_fit
 from src.tasks.text.packing import Batch
 from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
+from src.tasks.text.settings import Lora, TextClassificationSettings
 from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source
 from src.tasks.text.streaming.stream import Stream, build_stream
 from src.tasks.text.tokenizing import Labelling, known_label, length_grouped, sorted_labels
@@ -32,31 +32,15 @@ LONGEST_CELL = 200
 """Maximum number of characters of a text that a table shows."""
 
 
-class TextClassification(FineTuning):
+class TextClassification(TextClassificationSettings, FineTuning):
     """Classifies texts, or pairs of texts."""
 
-    name: Literal["text_classification"] = "text_classification"
-    """The task to train."""
-    text_column: str = "text"
-    """Column of texts."""
-    text_pair_column: str | None = None
-    """Column of second texts, to classify pairs."""
-    label_column: str = "label"
-    """Column of labels, names or numbers. The training data's are all that exist."""
-    sequence_length: PositiveInt = 256
-    """Maximum number of tokens that the model sees. Longer texts are truncated."""
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
     auto_class = AutoModelForSequenceClassification
     adapters_for = "SEQ_CLS"
     has_new_head = True
     exports_adapters = False  # on their own they would not tell the labels
     pipeline_tag = "text-classification"
     _texts: Dataset = PrivateAttr()
-
-    def validation_errors(self) -> Iterator[str]:
-        yield from super().validation_errors()
-        if not self.model:
-            yield "task.model is not set: name a model on the Hub or a local folder"
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [name for name in (self.text_column, self.text_pair_column) if name]

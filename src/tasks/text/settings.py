@@ -1,0 +1,223 @@
+"""The settings of text tasks: what to read, which model to train, and how. Checking them takes neither torch nor
+transformers."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from ruamel.yaml.error import YAMLError
+
+from src.config.groups import Fraction
+from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings, read_yaml
+from src.tasks.settings import TaskSettings
+from src.tasks.text.listing import KINDS, path_error
+
+
+class MixtureSource(Settings):
+    """Names one dataset of a mixture, and how much of it to take."""
+
+    dataset: str = ""
+    dataset_config: str | None = None
+    weight: NonNegativeFloat = 1.0
+    max_epochs: PositiveInt = 1
+
+
+class Lora(Settings):
+    """Configures LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): small matrices are trained instead of the
+    weights."""
+
+    r: PositiveInt | None = None
+    """Rank of the adapters; null: no adapters, all weights are trained."""
+    alpha: PositiveInt = 16
+    """What the adapters add to a layer's output is scaled by alpha / r."""
+    dropout: Fraction = 0.0
+    """Dropout rate on the adapters' input."""
+    target_modules: list[str] = []
+    """Names of the layers that get adapters, such as q_proj; empty: all linear layers except the output."""
+    exclude_modules: str | None = None
+    r"""A regular expression: layers whose name matches get no adapters; .*\.\d\..* excludes blocks 0 to 9. Below the
+    first adapters there is no backward pass, and no activations are kept."""
+    base_dtype: ResumeSafe[Literal["nf4", "bf16", "fp32"] | None] = None
+    """Dtype of the frozen weights; null: bf16 if a GPU computes in it, else fp32. nf4: 4 bits, on one device or under
+    DDP; embedding and output are bf16. Adapters and a classifier's head are fp32."""
+    merge: SafeReopens[bool] = False
+    """Also export the model with the adapters merged into its weights, to model/merged. A classifier's always are."""
+
+
+class TextSettings(TaskSettings):
+    """Settings of a transformers model that is trained on text."""
+
+    dataset: str = ""
+    """A dataset on the Hub, a file (.txt, .jsonl, .json, .csv, .tsv, .parquet), or a folder of such files whose names
+    tell their split: train, and validation, dev or test; here or at a URL such as s3://bucket/folder. A .txt file is
+    one document; in a .tsv, quotes are plain text."""
+    dataset_config: str | None = None
+    """Configuration (subset) of a dataset on the Hub."""
+    column_names: list[str] = []
+    """Names of the columns of a .csv or .tsv file without a header."""
+    train_split: str = "train"
+    """Split to train on."""
+    eval_split: str | None = None
+    """Split to evaluate on; null: validation, dev or test if there is one, else a part of train_split."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Fraction of train_split that is held out for evaluation if there is no split for it."""
+    eval_from: Literal["random", "last", "all"] = "random"
+    """Which rows are held out: random ones, the same in each run, or the last ones. A single document is always cut
+    near its end. all: none, and all rows are evaluated on, as src.tools.evaluate does with other data."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What to do with rows that cannot be read, or whose text or label is missing or of the wrong type. refuse: name
+    the first and stop; skip: leave them out and count them."""
+    streaming: bool = False  # room: streaming
+    """Read files during training instead of loading them first. Evaluation data are loaded first."""
+    sources: list[MixtureSource] = []  # room: streaming
+    """Datasets to mix, instead of task.dataset: [{dataset: A, weight: 3}, {dataset: B, weight: 1, max_epochs: 2}]. Rows
+    are drawn in proportion to the weights. An epoch has each row max_epochs times, 1 by default: once a source is used
+    up, the others take over its share."""
+    shuffle_window: PositiveInt = 10_000  # room: streaming
+    """Streamed or mixed rows that are shuffled and packed together, on average: windows have about the same number of
+    bytes. Groups of rows are shuffled first."""
+    cache_gb: ResumeSafe[PositiveFloat] = 20.0  # room: streaming
+    """Gigabytes of disk space that tokenized rows may take, for the next epoch and other processes."""
+    model: Downloadable[str | None] = None
+    """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
+    fp32; its code is never run."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the Hub."""
+    dropout: Fraction | None = None
+    """Value for all of the model's dropout rates; null: as in its config."""
+    lora: Lora = Lora()
+    """Low-rank adapters."""
+
+    @property
+    def parts(self) -> list[MixtureSource]:
+        """Return the datasets to read: those of the mixture, or the only one."""
+        if self.sources:  # room: streaming
+            return self.sources
+        return [MixtureSource(dataset=self.dataset, dataset_config=self.dataset_config)]
+
+    @property
+    def is_streamed(self) -> bool:  # room: streaming
+        """Return whether rows are tokenized during training, as those of a mixture are too."""
+        return self.streaming or bool(self.sources)
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if self.is_streamed:  # room: streaming
+            if self.streaming and self.eval_from == "all":
+                yield "task.eval_from=all: streaming holds out the last rows; unset one of the two"
+            if self.sources and self.dataset:
+                yield "task.dataset and task.sources: set one, a single dataset or a mixture"
+            for source in self.sources:
+                if not source.weight:
+                    yield f"task.sources: {source.dataset} has a weight of 0: remove it, or give it a weight"
+        for part in self.parts:
+            path = Path(part.dataset)
+            is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.dataset)
+            if not part.dataset:
+                yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
+            elif path.exists():
+                if error := path_error(path):
+                    yield f"task.dataset={path}: {error}"
+            elif not is_hub_name and "://" not in part.dataset:
+                yield f"task.dataset={path}: no such file or folder"
+        if self.eval_split == self.train_split and self.eval_from != "all":
+            says = "is the training split; leave it unset to hold out a part of that for evaluation"
+            yield f"task.eval_split={self.eval_split}: {says}"
+        if not self.lora.r and self.lora != Lora():
+            yield "task.lora.r is not set: without it, the other settings of task.lora have no effect"
+        # on the Hub, or scheme:rest, which is downloaded before
+        folder = Path(str(self.model))
+        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?|\w+:[\w.-]+/[\w.-]+/[\w.-]+:[\w.-]+", str(self.model))
+        if not is_name and not folder.is_dir():
+            yield f"task.model={self.model}: no such folder"
+        if (folder / "adapter_config.json").exists():
+            hint = "name the model that they belong to, or one that they were merged into (task.lora.merge=true)"
+            yield f"task.model={self.model}: holds adapters, not a model; {hint}"
+
+
+def typed(value: Any) -> Any:
+    """Parse values from the command line, which are text, as YAML."""
+    if isinstance(value, str):
+        with contextlib.suppress(YAMLError):
+            value = read_yaml(value)
+    if isinstance(value, dict):
+        return {name: typed(inner) for name, inner in value.items()}
+    return value
+
+
+class DecoderSettings(TextSettings):
+    """Settings of a transformers decoder, from scratch or fine-tuned."""
+
+    architecture: Annotated[dict[str, Any], BeforeValidator(typed)] = {}
+    """What to train from scratch, instead of task.model: model_type as transformers names it (llama, gpt2, qwen3, …),
+    and any fields of its config."""
+    tokenizer: str | None = None
+    """A model whose tokenizer to use, or `bytes`; null: task.model's own, or bytes if trained from scratch."""
+    sequence_length: PositiveInt
+    """Tokens that the model sees at once."""
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if bool(self.model) == bool(self.architecture):
+            yield "task.model, task.architecture: set one of them, to fine-tune a model or to train one from scratch"
+        if self.lora.r and not self.model:
+            yield "task.lora adapts an existing model: set task.model, not task.architecture"
+
+
+class CausalLMSettings(DecoderSettings):
+    """Settings of next-token prediction."""
+
+    name: Literal["causal_lm"] = "causal_lm"
+    """The task to train."""
+    chat_template: str | None = None
+    """A Jinja file with a chat template, or chatml, a common one; null: the tokenizer's own."""
+    new_tokens: list[str] = []
+    """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and last layer are trained,
+    alongside adapters too."""
+    text_column: str | None = None
+    """Column of raw text. If none of the four column settings is set, the column names decide."""
+    prompt_column: str | None = None
+    """Column of prompts; needs completion_column too."""
+    completion_column: str | None = None
+    """Column of completions, which follow the prompts."""
+    messages_column: str | None = None
+    """Column of chats: lists of messages with role and content (and tool_calls), or ShareGPT's from and value. A
+    `tools` column beside it describes the tools that they may call."""
+    train_on_prompts: bool = False
+    """Include prompts and other roles' turns in the loss, not only completions and the assistant's turns."""
+    sequence_length: PositiveInt = 1024
+    """Tokens that the model sees at once. Longer text is split into several sequences; longer prompts and chats are
+    truncated."""
+    packing: bool = True
+    """Pack several short documents into one sequence. They don't see each other."""
+    questions: ResumeSafe[str | None] = None
+    """A .jsonl file of questions, each with the facts that a right answer contains, word for word: {"question": "Which
+    flag …?", "facts": ["--check"]}. They are asked at the end, with and without the adapters."""
+    attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
+    """How packed documents are kept apart. sdpa: by a mask. auto: by torch's varlen kernel, which needs no mask, in
+    half precision on a GPU if the model supports it; otherwise by a mask."""
+    metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
+
+
+class TextClassificationSettings(TextSettings):
+    """Settings of the classification of texts, or pairs of texts."""
+
+    name: Literal["text_classification"] = "text_classification"
+    """The task to train."""
+    text_column: str = "text"
+    """Column of texts."""
+    text_pair_column: str | None = None
+    """Column of second texts, to classify pairs."""
+    label_column: str = "label"
+    """Column of labels, names or numbers. The training data's are all that exist."""
+    sequence_length: PositiveInt = 256
+    """Maximum number of tokens that the model sees. Longer texts are truncated."""
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if not self.model:
+            yield "task.model is not set: name a model on the Hub or a local folder"
