@@ -184,11 +184,11 @@ class ShardReader:
     def part(self, number: int, first: int, last: int, columns: Iterable[str]) -> float:  # room: streaming
         """Return which fraction of the bytes of a group these rows have in these columns. In kinds whose groups are
         small, all rows count alike."""
-        shard, group = self.groups[number]
-        if shard.kind != ".parquet" or last - first == group.rows:
-            return (last - first) / group.rows
+        shard, size = self.groups[number][0], int(self.sizes[number])
+        if shard.kind != ".parquet" or last - first == size:
+            return (last - first) / size
         table = self._table(number, columns)
-        return table[first:last].nbytes / table.nbytes
+        return table[first:last].nbytes / table[:size].nbytes
 
     @property
     def content(self) -> list[str]:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from threading import Thread
 from typing import Any, NamedTuple
@@ -21,13 +21,15 @@ from src.tasks.text.reading import BLOCK, CODE, Encoders, Source, TableReader, T
 from src.tasks.text.streaming.blocks import Blocks, Maker
 from src.tasks.text.streaming.order import Order
 
-PLACES = (8, 16, 32)
+PLACES = (8, 16, 32, 64)
 """Blocks of each source that are sampled, evenly spaced, to estimate its tokens per byte: more, until two standard
 errors are within PRECISION."""
 PRECISION = 0.004
 """Fraction of padding that each of two errors of a forecast may cause: of tokens per byte, and of what is in a span."""
 LONGEST_SPAN = 64
 """Windows. A run that is resumed on another machine reads up to so many again."""
+FULL = 0.97
+"""Fraction of a full sequence's tokens that are no padding."""
 WIDENING = 1.02
 """Factor by which sequences are lengthened until a window's chunks fit into them."""
 
@@ -81,10 +83,13 @@ class Stream:
     def __len__(self) -> int:
         return int(self.counts.sum())
 
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.counts)
+
     def __getitems__(self, indices: list[int]) -> ChunkLists:
-        ends = np.cumsum(self.counts)
-        windows = np.searchsorted(ends, indices, side="right")
-        places = indices - (ends - self.counts)[windows]
+        windows = np.searchsorted(self._ends, indices, side="right")
+        places = indices - (self._ends - self.counts)[windows]
         return [self._window(window)[place] for window, place in zip(windows.tolist(), places.tolist(), strict=True)]
 
     def describe(self, _sequence_length: int) -> dict[str, float]:
@@ -178,28 +183,30 @@ def count_sequences(
     """
     if capacity is None:
         return order.shares.sum(axis=1), 1
-    tokens, noise, doubt = np.zeros((3, len(order.shares)))
-    lengths: list[np.ndarray] = []
-    for source, masses, share in zip(sources, order.masses, order.shares.T, strict=True):
-        of_blocks = Sample.of(source, masses, blocks)
-        lengths += of_blocks.lengths
-        tokens += of_blocks.mean * share
-        noise += of_blocks.noise * share * np.maximum(0.0, 1 - share / source.sizes.sum())  # none if it has all rows
-        doubt += of_blocks.doubt * share
-    chunks = np.concatenate(lengths)
-    if not chunks.any():
+    samples = [Sample.of(source, masses, blocks) for source, masses in zip(sources, order.masses, strict=True)]
+    lengths = np.concatenate([lengths for sample in samples for lengths in sample.lengths])
+    if not lengths.any():
         raise UserError("no row in a sample of the training data can be used: is this the right column?")
     # how full best-fit packing makes sequences; the last one is half full on average
-    full = capacity * min(1.0, chunks.sum() / ((len(best_fit(chunks, capacity)) - 0.5) * capacity))
-    windows, needed = len(tokens), np.ceil((2 * np.sqrt(noise.mean()) / tokens.mean() / PRECISION) ** 2)
+    full = capacity * min(1.0, lengths.sum() / ((len(best_fit(lengths, capacity)) - 0.5) * capacity))
+
+    def bound(shares: np.ndarray, deviations: float, is_span: bool) -> np.ndarray:
+        of_sources = zip(samples, shares.T, strict=True)
+        mean, variance = np.sum([sample.forecast(share, is_span) for sample, share in of_sources], axis=0)
+        return (mean + deviations * np.sqrt(variance)) / full
+
+    windows, expected = len(order.shares), bound(order.shares, 0, False)
+    counts = np.maximum(0, bound(order.shares, -2, False))
+    needed = np.mean((expected - counts) / expected / PRECISION) ** 2
+    if order.window < PLACES[0] * BLOCK:  # rows of few blocks may not fill sequences, if the source is sorted
+        counts *= min(filled(lengths, capacity) for sample in samples for lengths in sample.lengths)
+    counts = np.floor(counts)
     span = math.ceil(windows / max(1, windows // int(np.clip(needed, 1, LONGEST_SPAN))))
-    counts = np.maximum(0, (tokens - 2 * np.sqrt(noise + doubt**2)) // full)
     starts = np.arange(0, windows, span)
-    total, noise, doubt = (np.add.reduceat(part, starts) for part in (tokens, noise, doubt))
-    counts[np.append(starts[1:], windows) - 1] = 0
-    counts[np.append(starts[1:], windows) - 1] = np.maximum(
-        1, np.ceil((total + 2 * np.sqrt(noise + doubt**2)) / full) - np.add.reduceat(counts, starts)
-    )
+    lasts = np.append(starts[1:], windows) - 1
+    counts[lasts] = 0
+    in_span = np.ceil(bound(np.add.reduceat(order.shares, starts), 2, True))
+    counts[lasts] = np.maximum(1, in_span - np.add.reduceat(counts, starts))
     return counts.astype(np.int64), span
 
 
@@ -207,40 +214,64 @@ class Sample(NamedTuple):
     """Estimates the tokens of rows from some blocks of a source."""
 
     lengths: list[np.ndarray]
-    """Tokens of the sampled chunks."""
+    """Tokens of the chunks of each block; shape (chunks,)."""
+    size: int
+    """Rows of the source."""
     mean: float
     """Tokens per row of mean size."""
-    doubt: float
+    error: float
     """Standard error of that."""
-    noise: float
-    """Variance of the tokens of such rows."""
+    variances: tuple[float, float]
+    """Of the tokens in a row of mean size: in whole blocks from anywhere, and in as many from all parts of a source."""
+    row_variance: float
+    """Of the tokens in a row within its block."""
 
     @classmethod
     def of(cls, source: Source, masses: np.ndarray, blocks: Blocks) -> "Sample":
-        in_group = -(-source.sizes // BLOCK)
+        """Return the estimates, given the weight of each group in rows of mean size."""
+        in_group, befores = -(-source.sizes // BLOCK), np.cumsum(source.sizes) - source.sizes
         ends, total = np.cumsum(in_group), int(in_group.sum())
         for number in PLACES:
-            found, lengths = [], []
             number = min(number, total)
+            found, lengths, in_rows = [], [], []
             for place in ((np.arange(number) + 0.5) * total / number).astype(int):
                 group = int(np.searchsorted(ends, place, side="right"))
                 first = int(place - ends[group] + in_group[group]) * BLOCK
                 last = min(first + BLOCK, int(source.sizes[group]))
-                before = int(source.sizes[:group].sum())
-                lengths.append(blocks.read(source, before + np.arange(first, last))["length"].to_numpy())
-                by_rows = (last - first) / source.sizes[group]
-                by_bytes = source.part(group, first, last, blocks.columns)
-                found.append((lengths[-1].sum(), masses[group] * by_rows, masses[group] * by_bytes))
+                chunks = blocks.read(source, befores[group] + np.arange(first, last))
+                lengths.append(chunks["length"].to_numpy())
+                in_rows.append(np.bincount(chunks["row"], lengths[-1]))
+                shares = (last - first) / source.sizes[group], source.part(group, first, last, blocks.columns)
+                found.append([lengths[-1].sum(), *(masses[group] * share for share in shares)])
             tokens, by_rows, by_bytes = np.array(found).T
             mean = tokens.sum() / by_bytes.sum()
-            # neighbours are compared, as each window has rows from all parts of the source
-            noise, doubt = (
-                np.sum(np.diff(tokens - mean * part) ** 2) / 2 / max(1, len(found) - 1) for part in (by_rows, by_bytes)
-            )
-            doubt = np.sqrt(doubt * len(found) * (1 - len(found) / total)) / by_bytes.sum()
-            if 2 * doubt <= PRECISION * mean:
+            off, off_by_bytes = tokens - mean * by_rows, tokens - mean * by_bytes
+            error = np.sqrt(_local_variance(off_by_bytes) * number * (1 - number / total)) / by_bytes.sum()
+            if 2 * error <= PRECISION * mean:
                 break
-        return cls(lengths, mean, doubt, noise / by_rows.mean())
+        variances = np.var(off) / by_rows.mean(), _local_variance(off) / by_rows.mean()
+        row_variance = float(np.mean([*map(np.var, in_rows)]))
+        return cls(lengths, int(source.sizes.sum()), mean, error, variances, row_variance)
+
+    def forecast(self, share: np.ndarray, is_span: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many tokens so many rows of mean size have, in one window or in a span of many, and the variance
+        of the error."""
+        rest = np.maximum(0, 1 - share / self.size)  # no error if it has all rows
+        of_cut = np.minimum(share, BLOCK / 3)  # blocks at both ends are cut: on average n/6 rows' variance each
+        variance = rest * (share * self.variances[is_span] + of_cut * self.row_variance)
+        return self.mean * share, variance + (self.error * share) ** 2
+
+
+def _local_variance(values: np.ndarray) -> float:
+    """Return the variance of neighbours: that of samples which are spread evenly over a source, as those of a span are
+    too, even if it is sorted."""
+    return float(np.sum(np.diff(values) ** 2) / 2 / max(1, len(values) - 1))
+
+
+def filled(lengths: np.ndarray, capacity: int) -> float:
+    """Return which fraction of these tokens is in sequences that are FULL."""
+    sizes = np.array([lengths[sequence].sum() for sequence in best_fit(lengths, capacity)])
+    return float(sizes[sizes >= FULL * capacity].sum() / max(1, lengths.sum()))
 
 
 def packed(lengths: np.ndarray, capacity: int, count: int, is_last: bool) -> list[list[int]]:
