@@ -49,6 +49,8 @@ class Blocks:
         within = rows - (ends - source.sizes)[of_row]
         keys = np.stack([of_row, within // BLOCK], 1)
         needed, of_block = np.unique(keys, axis=0, return_inverse=True)
+        if not len(rows):
+            needed = np.zeros((1, 2), int)  # for the columns
         # each process begins with another block, so that they do not wait for each other
         order = np.roll(np.arange(len(needed)), -(os.getpid() % max(len(needed), 1)))
         found = []

@@ -27,7 +27,7 @@ errors are within PRECISION."""
 PRECISION = 0.004
 """Fraction of padding that each of two errors of a forecast may cause: of tokens per byte, and of what is in a span."""
 LONGEST_SPAN = 64
-"""Windows. A run that is resumed on another machine reads up to so many again."""
+"""Windows, or more if they are small. A run that is resumed on another machine reads up to so many again."""
 FULL = 0.97
 """Fraction of a full sequence's tokens that are no padding."""
 WIDENING = 1.02
@@ -124,7 +124,8 @@ class Stream:
         sources, rows = self.order.rows(self.seed, self.epoch, number)
         places, tables = [], []
         for i, source in enumerate(self.sources):
-            if len(own := np.flatnonzero(sources == i)):
+            own = np.flatnonzero(sources == i)
+            if len(own) or not len(rows):
                 table = self.blocks.read(source, rows[own])
                 places.append(own[table["row"]])
                 tables.append(table.drop_columns("row").append_column("source", [np.full(len(table), i)]))
@@ -201,11 +202,13 @@ def count_sequences(
     if order.window < PLACES[0] * BLOCK:  # rows of few blocks may not fill sequences, if the source is sorted
         counts *= min(filled(lengths, capacity) for sample in samples for lengths in sample.lengths)
     counts = np.floor(counts)
-    span = math.ceil(windows / max(1, windows // int(np.clip(needed, 1, LONGEST_SPAN))))
+    longest = max(LONGEST_SPAN, PLACES[-1] * BLOCK // order.window)
+    span = math.ceil(windows / max(1, windows // int(np.clip(needed, 1, longest))))
     starts = np.arange(0, windows, span)
     lasts = np.append(starts[1:], windows) - 1
     counts[lasts] = 0
-    in_span = np.ceil(bound(np.add.reduceat(order.shares, starts), 2, True))
+    # windows that are packed apart are less full
+    in_span = np.ceil(bound(np.add.reduceat(order.shares, starts), 2, True) * (1 + PRECISION))
     counts[lasts] = np.maximum(1, in_span - np.add.reduceat(counts, starts))
     return counts.astype(np.int64), span
 
