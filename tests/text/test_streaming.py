@@ -187,7 +187,8 @@ def test_little_is_padding(kind: str, is_sorted: bool, group: int, window: int) 
     of = Order([source.sizes], [masses_of(source)], [1.0], [1], window)
     counts, span = count_sequences(of, [source], source, CAPACITY)
     assert 1 - lengths.sum() / counts.sum() / CAPACITY <= 0.02
-    over, left = 0, []
+    over = 0
+    left: list[np.ndarray] = []
     for number, count in enumerate(counts.tolist()):
         own = source.read(None, of.rows(0, 0, number)[1])["length"].to_numpy()
         is_last = (number + 1) % span == 0 or number + 1 == len(counts)
