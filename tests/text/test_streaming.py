@@ -180,8 +180,7 @@ CAPACITY = 1024
 @pytest.mark.parametrize("is_sorted", [False, True], ids=["drawn", "sorted"])
 @pytest.mark.parametrize("kind", KINDS_OF_DATA)
 def test_little_is_padding(kind: str, is_sorted: bool, group: int, window: int) -> None:
-    """At most 2%, and rarely longer sequences. Before windows had leftovers: up to 5% of rows as they were drawn, and
-    up to 43% of sorted ones."""
+    """At most 2%, and rarely longer sequences."""
     lengths = KINDS_OF_DATA[kind](np.random.default_rng(0))
     source: Any = Lengths(np.sort(lengths) if is_sorted else lengths, group)
     of = Order([source.sizes], [masses_of(source)], [1.0], [1], window)
@@ -267,7 +266,7 @@ def test_a_resume_reads_nothing_but_its_window_and_the_next(shards: Path, monkey
 
 
 def test_a_window_is_the_same_whatever_was_read_before(shards: Path) -> None:
-    """The last one of a span too, which a resumed run reads without those before it. Tried without their leftovers."""
+    """The last one of a span too, which a resumed run reads without those before it."""
     of_epoch = epoch(task(shards))
     assert of_epoch.span > 1
     whole = tiny.texts_of(samples(of_epoch, [*range(len(of_epoch))]))
