@@ -16,6 +16,9 @@ many in a tenth of the files where two sizes are compared. One token is one byte
   (LitData: a file). First epoch: both tokenize, theirs with `tokenizer(texts)` in batches of 1,024; ours also packs and
   writes the cache. Later epochs: ours come from the cache, and theirs are tokenized again. Last: theirs are text that
   is not tokenized, which nothing can be trained on.
+- padding: of an epoch of short prompts with completions, of raw text of long-tailed lengths, and of chats, as drawn
+  and sorted by length, in one row group, in windows of 500 and of 10,000 rows; the fraction of all tokens in percent,
+  against the 2 allowed. How many sequences are longer than they should be is printed.
 - workers: a step of 100 ms that waits for batches of 8 x 512 tokens, which two processes load and tokenize, against the
   step alone.
 - shuffle: how well a window shuffles, and what it costs; printed only.
@@ -30,6 +33,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -237,6 +241,46 @@ def throughput(_: Path, large: Path, caches: Path) -> Measured:
     print(f"padding: {padding:.2%}, map-style {table.describe(LENGTH)['padding']:.2%}")
 
 
+def write_kind(folder: Path, kind: str, lengths: np.ndarray) -> Path:
+    """Write rows of about so many characters in one row group."""
+    text = "the quick brown fox jumps over the lazy dog " * 500
+    make: Any = {
+        "text": lambda first, rest: {"text": first + rest},
+        "prompts": lambda first, rest: {"prompt": first, "completion": rest},
+        "chats": lambda first, rest: {
+            "messages": [{"role": "user", "content": first}, {"role": "assistant", "content": rest}]
+        },
+    }
+    rows = [make[kind](text[: size // 3 + 1], text[size // 3 + 1 : size + 2]) for size in lengths.tolist()]
+    folder.mkdir()
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "train.parquet", row_group_size=len(rows))
+    return folder
+
+
+def padding(small: Path, _: Path, caches: Path) -> Measured:
+    draw = np.random.default_rng(0)
+    kinds = {
+        "prompts": draw.integers(20, 181, 60_000),
+        "text": draw.lognormal(5.2, 1.1, 40_000).clip(5, 20_000).astype(int),
+        "chats": draw.lognormal(4.8, 0.7, 60_000).clip(5, 600).astype(int),
+    }
+    for kind, lengths in kinds.items():
+        for name, sizes in {"as drawn": lengths, "sorted": np.sort(lengths)}.items():
+            folder = write_kind(small.with_name(f"{kind} {name}"), kind, sizes)
+            for window in (500, WINDOW):
+                task = new_task(folder, window, sequence_length=1024)
+                stream = task.augmented(task.build_datasets()[0], [0, 0, 1])
+                sequences = (stream.__getitems__([place])[0] for place in range(len(stream)))
+                used = np.array([sum(len(chunk["input_ids"]) for chunk in sequence) for sequence in sequences])
+                question = f"padding of {kind}, {name}, windows of {window:,}"
+                print(
+                    f"{question}: {(used > 1024).mean():.1%} are longer, by up to {used.max() / 1024 - 1:.0%}",
+                    flush=True,
+                )
+                share = 100 * (1 - used.sum() / len(used) / 1024)
+                yield Comparison(question, "%", [share], [2.0], 1, is_gain=False)
+
+
 def tokenized(rows: Iterable[dict[str, str]]) -> Iterator[list[int]]:
     tokenizer, rows = byte_tokenizer(), iter(rows)
     while texts := [row["text"] for row in islice(rows, 1024)]:
@@ -266,12 +310,12 @@ def peers(_: Path, large: Path, caches: Path) -> Measured:
             shutil.rmtree(caches / "rows" / "blocks")
         counts = train.counts[: rows // WINDOW]  # nothing is read ahead after them
         stream, size = replace(task.augmented(train, [0, epoch, 1]), counts=counts), int(counts.sum())
-        return rows / cpu_seconds(lambda: [stream.__getitems__([place]) for place in range(size)])
+        return rows / cpu_seconds(lambda: deque((stream.__getitems__([place]) for place in range(size)), maxlen=0))
 
     def theirs(open_rows: Callable[[int], Any], rows: int, tokenizes: bool) -> float:
         found: Any = open_rows(next(seeds))
         found = tokenized(found) if tokenizes else found
-        return rows / cpu_seconds(lambda: [None for _ in islice(found, rows)])
+        return rows / cpu_seconds(lambda: deque(islice(found, rows), maxlen=0))
 
     for name, open_rows in opened.items():
         for kind, size, (clears, tokenizes) in (
@@ -330,12 +374,13 @@ def shuffle(_: Path, large: Path, caches: Path) -> Measured:
         kept = stream.read_window(0)
         size = tracemalloc.get_traced_memory()[0] + pa.total_allocated_bytes() - before
         tracemalloc.stop()
-        print(f"window of {window}: {size / window:.0f} bytes a row, {len(kept)} sequences; two are kept")
+        print(f"window of {window}: {size / window:.0f} bytes a row, {len(kept.left)} chunks left; two are kept")
     yield from ()
 
 
 QUESTIONS = {
-    function.__name__: function for function in (start, loaded, resume, memory, throughput, peers, workers, shuffle)
+    function.__name__: function
+    for function in (start, loaded, resume, memory, throughput, padding, peers, workers, shuffle)
 }
 
 
@@ -345,6 +390,8 @@ def measure(_: Path, folder: Path, only: str, litdata: str | None, rows: int) ->
     large = write_rows(folder / "large", rows, FILES)
     use_cache(folder / "cache")
     (folder / "cache").mkdir()
+    # a search for cycles among what was imported takes 0.3 s, and falls to one side or the other by chance
+    gc.freeze()
     found = []
     for question in only.split(","):
         found += [*QUESTIONS[question](small, large, folder / "cache")]

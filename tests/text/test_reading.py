@@ -5,7 +5,6 @@ import csv
 import io
 import json
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -21,7 +20,6 @@ from pyarrow import parquet
 
 from src.tasks.text import reading
 from src.tasks.text.chats import ChatEncoder, as_tools
-from src.tasks.text.packing import Chunk
 from src.tasks.text.reading import Rows, as_label, as_text, cache_folder, require_columns
 from src.tasks.text.streaming.blocks import Blocks
 from tests.text import tiny
@@ -259,9 +257,10 @@ class Recording:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
-    def chunks_by_row(self, rows: Rows) -> list[list[Chunk]]:
+    def chunks(self, rows: Rows) -> pa.Table:
         self.rows += zip(*rows.values(), strict=True)
-        return [[{"length": 1}]] * len(next(iter(rows.values())))
+        number = len(next(iter(rows.values())))
+        return pa.table({"length": [1] * number, "row": range(number)})
 
 
 def read(folder: Path, has_chats: bool, streaming: bool) -> tuple[list[Row], int]:
@@ -282,7 +281,7 @@ def read(folder: Path, has_chats: bool, streaming: bool) -> tuple[list[Row], int
     blocks = Blocks(columns, tokenizer, True, "", cache_folder() / "blocks", 10**9)
     for group, size in enumerate(source.sizes.tolist()):
         for first in range(0, size, reading.BLOCK):
-            deque(blocks._make(source, group, first, min(first + reading.BLOCK, size)), maxlen=0)
+            blocks._make(source, group, first, min(first + reading.BLOCK, size))
     return tokenizer.rows, number - len(tokenizer.rows)
 
 

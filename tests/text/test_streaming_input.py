@@ -200,12 +200,12 @@ def test_a_shard_that_has_changed_or_is_gone_since_it_was_indexed_is_named(kind:
 
 def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that loads data too. Tried without: a traceback of that process."""
-    monkeypatch.setattr(stream, "PLACES", 2)  # in the first block of 1,024 rows, and the third
+    monkeypatch.setattr(stream, "PLACES", [2])  # the second block of 1,024 rows, and the fourth
     rows: list[Any] = [{"text": str(i)} for i in range(5000)]
-    rows[1500] = {"text": 3}
+    rows[2500] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
     train, _ = task.build_datasets()
-    expected = f"a.jsonl, line 1501: text is int, not text; {HINT}"
+    expected = f"a.jsonl, line 2501: text is int, not text; {HINT}"
     assert says(UserError, lambda: [*epoch(task, train)]) == expected
     config: Any = SimpleNamespace(seed=0, num_workers=2, task=task)
     of_epoch = task.augmented(train, [0, 0, 1])

@@ -81,6 +81,12 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, ends
 
 
+def ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the numbers of ranges, one range after the other, given the first of each and how many it has; int64."""
+    ends = np.cumsum(sizes)
+    return np.arange(sizes.sum()) + np.repeat(firsts - ends + sizes, sizes)
+
+
 def unpacked(chunks: Dataset) -> Sequences:
     """Return one sequence per chunk."""
     return Sequences(chunks.with_format("numpy"), np.arange(len(chunks)), np.arange(len(chunks) + 1))

@@ -6,20 +6,21 @@ masked out of the loss. Longer raw text is split into several chunks; longer pro
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, groupby
 from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, listed
 from src.tasks.text.chats import Spans, render_chat
-from src.tasks.text.packing import Chunk, ChunkLists
+from src.tasks.text.packing import Chunk, ranges
 from src.tasks.text.reading import Rows, as_label, cached_map
 
 END_OF_TEXT = "<|endoftext|>"
@@ -105,31 +106,36 @@ class Chunker:
         rows = rows.select_columns([*self.columns.values()])
         return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
-    def __call__(self, batch: Rows) -> Rows:
+    def __call__(self, batch: Rows) -> pa.Table:
         """Return the columns of CHUNK_FEATURES for a batch of rows with the columns of `columns`, in that order."""
-        chunks = [*chain.from_iterable(self.chunks_by_row(batch))]
-        return {name: [chunk[name] for chunk in chunks] for name in CHUNK_FEATURES}
+        return self.chunks(batch).drop_columns("row")
 
-    def chunks_by_row(self, batch: Rows) -> ChunkLists:
-        """Return the chunks of each row."""
+    def chunks(self, batch: Rows) -> pa.Table:
+        """Return the same, with the place of each chunk's row in the batch as `row`; int64. A row may have none."""
         rows = [self._as_text(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
         prefix, suffix = ([], []) if "messages" in self.columns else _special_tokens(self.tokenizer)
         has_spans = any(spans is not None for _, spans in rows)
-        encoded = _encode([text for text, _ in rows], self.tokenizer, has_spans)
-        chunks = []
-        for (_, spans), tokens in zip(rows, encoded, strict=True):
-            bare = tokens[0]
-            # text that a chat template wrote has its own ends, and the model would learn to write them twice
-            begin = [] if bare[: len(prefix)].tolist() == prefix else prefix
-            end = [] if bare[len(bare) - len(suffix) :].tolist() == suffix else suffix
-            ids = np.concatenate([begin, bare, end], dtype=np.int32, casting="unsafe")
-            loss_mask = np.full(len(ids), spans is None)
-            if spans:
-                loss_mask[len(begin) : len(begin) + len(bare)] = _within(spans, *tokens[1:])
-            loss_mask[len(ids) - len(suffix) :] = True
-            chunks.append([*self._cut(ids, loss_mask, (begin, end) != (prefix, suffix))])
-        return chunks
+        (bare, *positions), lengths = _encode([text for text, _ in rows], self.tokenizer, has_spans)
+        ends = np.cumsum(lengths)
+        # text that a chat template wrote has its own ends, and the model would learn to write them twice
+        lacks_begin = ~_have(bare, ends - lengths, lengths, prefix)
+        lacks_end = ~_have(bare, ends - len(suffix), lengths, suffix)
+        begins = len(prefix) * lacks_begin
+        sizes = begins + lengths + len(suffix) * lacks_end
+        firsts = np.cumsum(sizes) - sizes
+        ids = np.empty(sizes.sum(), np.int32)
+        ids[ranges(firsts + begins, lengths)] = bare
+        for places, special in ((firsts[lacks_begin], prefix), ((firsts + sizes)[lacks_end] - len(suffix), suffix)):
+            ids[places[:, None] + np.arange(len(special))] = special
+        loss_mask = np.repeat([spans is None for _, spans in rows], sizes)
+        if has_spans:
+            for (_, spans), first, end, length in zip(rows, firsts + begins, ends, lengths, strict=True):
+                if spans:
+                    own = (of_all[end - length : end] for of_all in positions)
+                    loss_mask[first : first + length] = _within(spans, *own)
+            loss_mask[(firsts + sizes)[:, None] - 1 - np.arange(len(suffix))] = True
+        return self._cut(ids, loss_mask, firsts, sizes, ~lacks_begin & bool(prefix) | ~lacks_end & bool(suffix))
 
     def _as_text(self, values: dict[str, Any]) -> tuple[str, Spans | None]:
         """Return a row, given as values by role, as one text, and which parts of it contribute to the loss (None:
@@ -142,23 +148,45 @@ class Chunker:
         text = values["prompt"] + values["completion"]
         return text, None if self.train_on_prompts else [(len(values["prompt"]), len(text))]
 
-    def _cut(self, ids: np.ndarray, loss_mask: np.ndarray, had_ends: bool) -> Iterator[Chunk]:
-        """Yield a row's chunks: all of them for raw text, else the first one. `loss_mask` marks the tokens that
-        contribute to the loss."""
-        labels = np.where(loss_mask, ids, -100)
-        size = len(ids) - 1  # the last token is predicted, and predicts nothing
+    def _cut(
+        self, ids: np.ndarray, loss_mask: np.ndarray, firsts: np.ndarray, sizes: np.ndarray, had_ends: np.ndarray
+    ) -> pa.Table:
+        """Return the rows' chunks: all of them for raw text, else the first one.
+
+        Args:
+            ids: the tokens of all rows; int32.
+            loss_mask: which of them contribute to the loss.
+            firsts: where each row begins in them, as `sizes` says how many it has; shape (rows,), int64.
+            had_ends: which rows' texts had ends of their own.
+        """
+        sizes = np.maximum(sizes - 1, 0)  # the last token is predicted, and predicts nothing
+        number = -(-sizes // self.sequence_length)
         splits = "text" in self.columns
-        for first in range(0, size if splits else min(size, 1), self.sequence_length):
-            last = min(first + self.sequence_length, size)
-            predicted = slice(first + 1, last + 1)
-            yield {
-                "input_ids": ids[first:last],
-                "labels": labels[predicted],
-                "length": last - first,
-                "targets": np.count_nonzero(loss_mask[predicted]),
-                "truncated": last < size and not splits,
-                "had_ends": had_ends and not first,
-            }
+        if not splits:
+            number = np.minimum(number, 1)
+        row = np.repeat(np.arange(len(sizes)), number)
+        before = ranges(np.zeros_like(number), number) * self.sequence_length
+        left = sizes[row] - before
+        lengths = np.minimum(left, self.sequence_length)
+        tokens = ranges(firsts[row] + before, lengths)
+        ends = np.append(0, np.cumsum(lengths)).astype(np.int32)
+        counts = loss_mask[tokens + 1]
+        columns = {
+            "input_ids": pa.ListArray.from_arrays(ends, ids[tokens]),
+            "labels": pa.ListArray.from_arrays(ends, np.where(counts, ids[tokens + 1], np.int32(-100))),
+            "length": lengths.astype(np.int32),
+            "targets": np.diff(np.append(0, np.cumsum(counts))[ends]).astype(np.int32),
+            "truncated": (lengths < left) & (not splits),
+            "had_ends": had_ends[row] & (before == 0),
+            "row": row,
+        }
+        return pa.table(columns)
+
+
+def _have(ids: np.ndarray, firsts: np.ndarray, lengths: np.ndarray, special: list[int]) -> np.ndarray:
+    """Return which rows have these tokens from a place in `ids` on; shape (rows,)."""
+    padded = np.append(ids, np.array(special, np.int32))  # a row at the end may have fewer
+    return (lengths >= len(special)) & (padded[firsts[:, None] + np.arange(len(special))] == special).all(1)
 
 
 def _within(spans: Spans, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -196,10 +224,10 @@ def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list
     return ids[:first], ids[last:] + ([eos] if eos is not None and eos not in ids[last:] else [])
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: bool) -> list[np.ndarray]:
-    """Return each text's tokens; with `has_offsets`, which takes twice as long, also the characters where they start
-    and end; each int32 of shape (1, tokens) or (3, tokens). Long texts are cut into slices of up to SLICE characters,
-    at the end of a line if possible."""
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the texts' tokens, one text after the other; with `has_offsets`, which takes twice as long, also the
+    characters where they start and end; int32 of shape (1, tokens) or (3, tokens). And each text's number of tokens;
+    int64. Long texts are cut into slices of up to SLICE characters, at the end of a line if possible."""
     a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
     slices = [(i, match.start(), match[0]) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
     characters = accumulate(len(part) for _, _, part in slices)
@@ -209,17 +237,21 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
     fast.no_padding()
     fast.encode_special_tokens = tokenizer.split_special_tokens
     encode = fast.encode_batch if has_offsets else fast.encode_batch_fast
-    found = [[np.empty((3 if has_offsets else 1, 0), np.int32)] for _ in texts]
+    found = [np.empty((3 if has_offsets else 1, 0), np.int32)]
+    lengths = np.zeros(len(texts), np.int64)
     for _, together in groups:
         rows, starts, parts = zip(*together, strict=True)
         encodings = encode(parts, add_special_tokens=False)
-        for i, start, encoding in zip(rows, starts, encodings, strict=True):
-            tokens = np.array([encoding.ids], np.int32)
-            if has_offsets:
-                positions = np.array(encoding.offsets, np.int32).reshape(-1, 2).T + start
-                tokens = np.vstack([tokens, positions])
-            found[i].append(tokens)
-    return [np.hstack(parts) for parts in found]
+        sizes = [*map(len, encodings)]
+        np.add.at(lengths, [*rows], sizes)
+        # one array for all: for each text of 100 tokens, one of its own would take longer than its tokens
+        tokens = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), np.int32, sum(sizes))
+        if has_offsets:
+            pairs = chain.from_iterable(encoding.offsets for encoding in encodings)
+            offsets = np.fromiter(chain.from_iterable(pairs), np.int32, 2 * len(tokens)).reshape(-1, 2)
+            tokens = np.vstack([tokens, offsets.T + np.repeat(starts, sizes)])
+        found.append(np.atleast_2d(tokens))
+    return np.hstack(found), lengths
 
 
 MEGA_BATCH = 50
@@ -269,10 +301,9 @@ class Labelling:
         """Return a placeholder for a skipped row, whose label the loss ignores."""
         return {name: [1] for name in self.tokenizer.model_input_names} | {"label": -100, "length": 0}
 
-    def chunks_by_row(self, rows: Rows) -> ChunkLists:  # room: streaming
-        """Return one chunk for each row."""
-        made = self(rows)
-        return [[dict(zip(made, values, strict=True))] for values in zip(*made.values(), strict=True)]
+    def chunks(self, rows: Rows) -> pa.Table:  # room: streaming
+        """Return one chunk for each row, and the rows' places as `row`."""
+        return pa.table(self(rows) | {"row": range(len(rows[self.label]))})
 
 
 def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import main_thread
@@ -13,7 +12,7 @@ from filelock import FileLock
 from pyarrow import feather
 
 from src.config.errors import RunError, UserError, naming
-from src.tasks.text.packing import Chunk, ChunkLists
+from src.tasks.text.packing import ranges
 from src.tasks.text.reading import BLOCK, SKIP, Encoders, Source, read_text
 from src.tasks.text.tokenizing import Chunker, Labelling
 
@@ -41,27 +40,40 @@ class Blocks:
     limit: int
     """Bytes that the folder may hold."""
 
-    def read(self, source: Source, rows: np.ndarray) -> Iterator[list[Chunk]]:
-        """Yield the chunks of each of these rows, one or more; the only one of an unusable row has a `length` of 0.
-        Raise a UserError that names the row if it may not be skipped."""
+    def read(self, source: Source, rows: np.ndarray) -> pa.Table:
+        """Return the chunks of these rows, one or more each, with the place in `rows` that they are of as `row`; int64.
+        The only chunk of an unusable row has a `length` of 0. Raise a UserError that names such a row if it may not be
+        skipped."""
         ends = np.cumsum(source.sizes)
         of_row = np.searchsorted(ends, rows, side="right")
-        places = rows - (ends - source.sizes)[of_row]
-        keys = [*zip(of_row.tolist(), (places // BLOCK).tolist(), strict=True)]
-        needed = sorted({*keys})
+        within = rows - (ends - source.sizes)[of_row]
+        keys = np.stack([of_row, within // BLOCK], 1)
+        needed, of_block = np.unique(keys, axis=0, return_inverse=True)
+        if not len(rows):
+            needed = np.zeros((1, 2), int)  # for the columns
         # each process begins with another block, so that they do not wait for each other
-        start = os.getpid() % max(len(needed), 1)
-        blocks = {}
-        for key in needed[start:] + needed[:start]:
+        order = np.roll(np.arange(len(needed)), -(os.getpid() % max(len(needed), 1)))
+        found = []
+        for number in order:
             # an exiting process waits for its threads, but for no longer than a block takes
             if not main_thread().is_alive():
                 raise RunError("the process has ended")
-            blocks[key] = self._open(source, *key)
-        for key, place in zip(keys, (places % BLOCK).tolist(), strict=True):
-            yield blocks[key][place]
+            block = self._open(source, *needed[number].tolist())
+            places = np.flatnonzero(of_block == number)
+            # the chunks of each row are next to each other
+            starts, stops = (np.searchsorted(block["row"], within[places] % BLOCK, side) for side in ("left", "right"))
+            own = block.take(ranges(starts, stops - starts))
+            found.append(own.set_column(own.column_names.index("row"), "row", [np.repeat(places, stops - starts)]))
+        # a block without a usable row has no types
+        table = pa.concat_tables(found, promote_options="permissive")
+        # more than 2**31 tokens need offsets of 64 bits
+        lists = [(i, part) for i, part in enumerate(table.schema) if pa.types.is_list(part.type)]
+        for i, part in lists:
+            table = table.set_column(i, part.name, table[i].cast(pa.large_list(part.type.value_type)))
+        return table
 
-    def _open(self, source: Source, group: int, number: int) -> ChunkLists:
-        """Return the chunks of each row of a block."""
+    def _open(self, source: Source, group: int, number: int) -> pa.Table:
+        """Return the chunks of a block, with the `row` of it that each is of."""
         first = number * BLOCK
         last = min(first + BLOCK, int(source.sizes[group]))
         key = f"{source.version(group)} {first} {last} {self.key}"
@@ -71,17 +83,14 @@ class Blocks:
         with FileLock(self.folder / f"{int(name[:4], 16) % LOCKS}.lock", poll_interval=POLL):
             try:
                 os.utime(file)
-                table = feather.read_table(file, memory_map=False)
+                return feather.read_table(file, memory_map=False)
             except FileNotFoundError:  # not made yet, or removed to make room
-                table = pa.Table.from_pylist([*self._make(source, group, first, last)])
+                table = self._make(source, group, first, last)
                 unfinished = file.with_suffix(".unfinished")
                 with naming(file):
                     feather.write_feather(table, unfinished)
                 self._publish(unfinished, file)
-        by_row: ChunkLists = [[] for _ in range(last - first)]
-        for chunk in table.to_pandas().to_dict("records"):
-            by_row[chunk.pop("row")].append(chunk)
-        return by_row
+                return table
 
     def _publish(self, unfinished: Path, file: Path) -> None:
         """Rename a finished block. If the limit is exceeded, first remove others until a tenth of it is free."""
@@ -101,16 +110,19 @@ class Blocks:
             recount.write_bytes(b"%d" % size)
             recount.replace(counted)
 
-    def _make(self, source: Source, group: int, first: int, last: int) -> Iterator[Chunk]:
-        """Yield the chunks of a block, each with the `row` that it comes from."""
+    def _make(self, source: Source, group: int, first: int, last: int) -> pa.Table:
+        """Return the chunks of a block, with the `row` that each is of, in ascending order."""
         rows, bad = read_text(source, (group, first, last), self.columns)
         if bad and not self.skips_bad_rows:
             place = min(bad)
             raise UserError(f"{source.name(group, first + place)}: {bad[place]}; fix it, {SKIP}")
         good = [place for place in range(last - first) if place not in bad]
-        usable = {name: [values[place] for place in good] for name, values in rows.items()}
-        made = self.maker.chunks_by_row(usable) if good else []
-        chunks = dict(zip(good, made, strict=True))
-        for place in range(last - first):
-            for chunk in chunks.get(place) or [self.maker.filler]:
-                yield {"row": place, **{name: chunk[name] for name in self.maker.filler}}
+        parts, lacking = [], np.arange(last - first)
+        if good:
+            made = self.maker.chunks({name: [values[place] for place in good] for name, values in rows.items()})
+            places = np.array(good)[made["row"].to_numpy()]
+            parts.append(made.select([*self.maker.filler]).append_column("row", [places]))
+            lacking = np.setdiff1d(lacking, places)
+        if len(lacking):
+            parts.append(pa.Table.from_pylist([{**self.maker.filler, "row": place} for place in lacking.tolist()]))
+        return pa.concat_tables(parts, promote_options="permissive").sort_by("row")

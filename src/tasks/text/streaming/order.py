@@ -1,6 +1,7 @@
 """The order of a mixture's rows: a pure function of seed and epoch, whichever process reads them.
 
-The groups of each source are shuffled, then the rows within windows. A window takes its share from each source until
+The groups of each source are shuffled, and the blocks of a group, so that each window has rows from all parts of a
+source, even if it is sorted; then the rows within windows. A window takes its share from each source until
 the source is used up; the others then divide up the rest. Shares are in rows of mean size: fewer rows are taken where
 they are long, so that all windows of all epochs make about the same number of tokens.
 """
@@ -10,17 +11,24 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-HELD_OUT = 1000
-"""Maximum number of rows held out from the end of streamed data for evaluation, if it has no split for that."""
+from src.tasks.text.packing import ranges
+from src.tasks.text.reading import BLOCK
 
 
-def hold_out(sizes: np.ndarray, wanted: int) -> list[tuple[int, int, int]]:
-    """Take up to `wanted` rows off the end of the last group of these sizes, in place. Return their range: the group,
-    its first row, and the row after its last."""
-    size = min(HELD_OUT, wanted, int(sizes[-1]))
-    sizes[-1] -= size
-    first = int(sizes[-1])
-    return [(len(sizes) - 1, first, first + size)]
+def evenly(places: np.ndarray, sizes: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Return keys that sort `places`, each one of 0 to `sizes` - 1, into a random order of which each stretch is spread
+    evenly over all of them; int64.
+
+    Source: the van der Corput sequence, scrambled as in Owen 1995, "Randomly permuted (t,m,s)-nets": neighbours in the
+    order come from the two halves, those of a half from its halves, and so on; which one is first is random.
+    """
+    levels = int(sizes.max(initial=1)).bit_length()
+    places = (places << levels) // sizes
+    keys = np.zeros_like(places)
+    for level in range(levels):
+        swaps = random.integers(0, 2, 1 << level)
+        keys |= ((places >> (levels - level - 1) & 1) ^ swaps[places >> (levels - level)]) << level
+    return keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +96,17 @@ class Order:
 
     @lru_cache(maxsize=8)  # noqa: B019  # a run has one Order
     def _shuffled(self, seed: int, source: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where the groups of a source end, in their order in pass `number`; what to add to a row's place in
+        """Return where the blocks of a source end, in their order in pass `number`; what to add to a row's place in
         that order to get its number; and the cumulative masses up to these ends, from 0 on."""
-        groups = self.groups[source]
-        order = np.random.default_rng([seed, 0, source, number]).permutation(len(groups))
-        ends = np.cumsum(groups[order])
-        masses = np.cumsum(self.masses[source][order])
+        groups, random = self.groups[source], np.random.default_rng([seed, 0, source, number])
+        blocks = -(-groups // BLOCK)
+        group, block = np.repeat(np.arange(len(groups)), blocks), ranges(np.zeros_like(blocks), blocks)
+        ranks = evenly(np.arange(len(groups)), np.full(len(groups), len(groups)), random)
+        # a group is read once, if it is large: its blocks stay together
+        order = np.lexsort([evenly(block, blocks[group], random), ranks[group]])
+        firsts = np.cumsum(groups)[group] - groups[group] + block * BLOCK
+        sizes = np.minimum(groups[group] - block * BLOCK, BLOCK)
+        ends = np.cumsum(sizes[order])
+        masses = np.cumsum((self.masses[source][group] * sizes / groups[group])[order])
         masses[-1] = ends[-1]  # whatever rounding made of it
-        return ends, np.cumsum(groups)[order] - ends, np.append(0, masses)
+        return ends, (firsts + sizes)[order] - ends, np.append(0, masses)
