@@ -5,7 +5,7 @@ by hand. docs/check.md says what each of the seven checks finds. Each process ne
 model with its gradients and optimizer state.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from textwrap import fill
 
 import torch
@@ -40,7 +40,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     tell = say if run.is_main else lambda *_: None
     tell(*filter(None, (f"{config.run_name}: checking {run.launch.strategy} x {run.world_size}", run.launch.note)))
     rows = []
-    for row in examine(Subject(run, train_step, evaluate), CHECKS):
+    for row in examine(Subject(run, train_step, evaluate)):
         rows.append(row)
         for line in lines(row):
             tell(fill(line, 80, subsequent_indent=" " * 18))
@@ -53,11 +53,11 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     return not failed
 
 
-def examine(subject: Subject, names: Iterable[str]) -> Iterator[Row]:
-    """Yield the findings of these checks in turn. Stop after the first check that fails, as later ones would only show
+def examine(subject: Subject) -> Iterator[Row]:
+    """Yield the findings of the checks in turn. Stop after the first check that fails, as later ones would only show
     its consequences. Collective."""
-    for name in names:
-        everywhere = gather([{"check": name} | row for row in CHECKS[name](subject)])
+    for name, check in CHECKS.items():
+        everywhere = gather([{"check": name} | row for row in check(subject)])
         rows = [*map(worst_process, zip(*everywhere, strict=True))]
         yield from rows
         if any(row["means"] for row in rows):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.check.findings import EXACT, Row, finding, none_differ, norm, relative_error, worst
+from src.check.findings import EXACT, Row, finding, none_differ, relative_error, worst
 from src.check.start import AT_ONCE, evaluating_less, spread
 from src.check.subject import Subject, checksum
 from src.checkpoint.resume import find_checkpoint, load_checkpoint
@@ -21,7 +21,6 @@ from src.checkpoint.write import CheckpointWriter
 from src.config.groups import Checkpoint
 from src.tasks.base import samples
 from src.training.evaluation import evaluate_alone, metrics_of
-from src.training.gradients import to_local
 from src.training.progress import mean_loss
 from src.training.run import Run
 
@@ -77,17 +76,13 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
 
 def _state(subject: Subject) -> dict[str, Any]:
     """Return what an evaluation must leave unchanged, by name: each module's mode, the random state and, instead of
-    copies, the norms of this process's weights and optimizer state."""
-    states = [value for of in subject.run.optimizers for state in of.state.values() for value in state.values()]
+    copies, checksums of this process's weights and optimizer state."""
     return {
         "mode": [module.training for module in subject.unwrapped.modules()],
-        "weights": norm(map(to_local, subject.run.parameters)),
-        "optimizer": norm(map(to_local, states)),
-        "random numbers": {
-            **random_state(subject.run.device),
-            "python": None,
-            "numpy": None,
-        },  # imports draw from those
+        "weights": checksum(subject.run.parameters),
+        "optimizer": checksum([[*optimizer.state.values()] for optimizer in subject.run.optimizers]),
+        # imports draw from Python's and numpy's
+        "random numbers": random_state(subject.run.device) | {"python": None, "numpy": None},
     }
 
 
@@ -98,7 +93,6 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
     saved = subject.at(STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False)
     if run.is_main:
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier check that was killed
-        folder.mkdir(parents=True)
     run.accelerator.wait_for_everyone()
     # else results depend on the order of atomic additions; with warn_only=True flash attention's backward still would
     torch.use_deterministic_algorithms(run.device.type != "cpu")

@@ -71,9 +71,7 @@ SAME_DROPOUT = (
 def check_launch(subject: Subject) -> Iterator[Row]:
     """Look at the processes and the model themselves, not at what the launcher or Accelerate says about them."""
     run, asked = subject.run, LaunchEnvironment()
-    wanted = "DDP" if asked.world_size > 1 else "one process"
-    if asked.fsdp:
-        wanted = "FSDP"
+    wanted = "FSDP" if asked.fsdp else "DDP" if asked.world_size > 1 else "one process"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
     if units := sharded_units(run.model):
         kind = "FSDP" if units > 1 else "FSDP of the root alone"

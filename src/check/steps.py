@@ -129,9 +129,7 @@ class Collectives(TorchDispatchMode):
     Torch's CommDebugMode does so too, but its hooks fail on modules that change their input in place, as a ReLU can.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)
@@ -203,5 +201,5 @@ def _other_size(subject: Subject) -> int:
     """Return the possible micro-batch size nearest to the run's own, or its own if there is no other."""
     config, data_size = subject.run.config, subject.run.data_size
     shard, own = config.global_batch_size // data_size, config.forward_batch_size(data_size)
-    others = [size for size in range(1, shard + 1) if shard % size == 0 and size != own]
+    others = (size for size in range(1, shard + 1) if shard % size == 0 and size != own)
     return min(others, key=lambda size: abs(size - own), default=own)

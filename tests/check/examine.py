@@ -10,7 +10,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 import train
-from src.check import CHECKS, examine
+from src.check import examine
 from src.check.subject import Subject
 from tests.check.planted import Fault, build_smaller, put
 from train import run_settings
@@ -24,7 +24,7 @@ def failures(fault: Fault, settings: list[str]) -> list[dict[str, str]]:
         run = train.build(run_settings([*settings, *fault.arguments]))
         assert run
         subject = Subject(run, train.train_step, train.evaluate)
-        return [row for row in examine(subject, CHECKS) if row["means"]]
+        return [row for row in examine(subject) if row["means"]]
 
 
 if __name__ == "__main__":
