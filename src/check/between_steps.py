@@ -29,24 +29,6 @@ STEPS = 2
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """Torch's message after the name of an operator."""
 
-CHANGED = (
-    "evaluation changes the state of training: evaluate() must end with model.train(), restore weights that it swaps "
-    "(EMA), leave the optimizer's state alone, and draw random numbers from its own generator"
-)
-WRONG_MEAN = (
-    "a mean of each process's or each batch's mean, examples left out or counted padding: sum and count over all "
-    "examples, or gather all of them in order and compute it from those. Or dropout and the like are on: evaluate() "
-    "must begin with model.eval(). Or the metrics are those of other weights, such as an average of them (EMA)"
-)
-DOCUMENTS_MEET = (
-    "packed documents see each other, or have other positions than by themselves: positions must restart, and "
-    "attention stop, where a document ends"
-)
-FORGOTTEN = (
-    "the checkpoint lacks something: the optimizer's state (the second loss differs, not the first), the random "
-    "numbers or the position in the data"
-)
-
 
 def check_evaluation(subject: Subject) -> Iterator[Row]:
     """Evaluate with noise on the weights. Each process evaluates everything by hand, as the model may be collective."""
@@ -58,20 +40,20 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     after = _state(subject)
     assert evaluation  # nothing stops it
     changed = [name for name in before if after[name] != before[name]]
-    yield none_differ("state afterwards", changed, f"{', '.join(before)}: as before", CHANGED)
+    yield none_differ("state afterwards", changed, f"{', '.join(before)}: as before")
     model = subject.reference.eval()
     loss, outputs = evaluate_alone(subject.task, model, less.eval_set, AT_ONCE, run.device)
     for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
-        yield finding(name, f"{found:.6g}", f"{expected:.6g} by hand", is_close, WRONG_MEAN)
+        yield finding(name, f"{found:.6g}", f"{expected:.6g} by hand", is_close)
     packed = max(samples(run.train_set, spread(run.train_set, 64)), key=lambda sample: len(task.documents(sample)))
     documents = task.documents(packed)
     if len(documents) > 1:
         found, _ = evaluate_alone(subject.task, model, [packed], AT_ONCE, run.device)
         expected, _ = evaluate_alone(subject.task, model, documents, AT_ONCE, run.device)
         errors = {f"an example of {len(documents)} documents": relative_error(found, expected)}
-        yield worst("loss of packed documents", errors, EXACT, DOCUMENTS_MEET)
+        yield worst("loss of packed documents", errors, EXACT)
 
 
 def _state(subject: Subject) -> dict[str, Any]:
@@ -109,12 +91,12 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
         restored = replace(saved, resume=resume, progress=resume.progress)
         load_checkpoint(restored)
         again = _continue(subject, restored)
-        yield finding("losses and weights after resuming", again, left, again == left, FORGOTTEN)
+        yield finding("losses and weights after resuming", again, left, again == left)
     except RuntimeError as error:
         operator, found, _ = str(error).partition(NOT_DETERMINISTIC)
         if not found:
             raise
-        yield finding("not checked", operator, "has no deterministic implementation here", True, "")
+        yield finding("not checked", operator, "has no deterministic implementation here", True)
     finally:
         torch.use_deterministic_algorithms(False)
         if run.is_main:

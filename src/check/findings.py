@@ -2,41 +2,45 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from src.config.settings import read_yaml
 from src.tasks.base import Tensors
 
 EXACT = 1e-4
 """Bound for relative errors. The order of a sum causes 1e-7 to 1e-5; a fault in distribution, 1e-2 to 1."""
 FLOOR = 1e-2
 """Fraction of the root mean square of all gradients: the rounding of large ones leaks into smaller ones."""
+CAUSES: dict[str, str] = read_yaml(Path(__file__).with_name("causes.yaml").read_bytes())
+"""What a failure usually means, and how to fix it, by what was compared; one entry for all metrics of an evaluation."""
 Errors = dict[str, float]
 """Errors by the name of what was compared."""
 Row = dict[str, str]
 """A finding: a line in the terminal and an entry in check.json."""
 
 
-def finding(what: str, measured: str, bound: str, is_right: bool, cause: str) -> Row:
-    """Return a row that passes if `is_right`. `cause` says what a failure usually means, and how to fix it."""
-    result, means = ("pass", "") if is_right else ("FAIL", cause)
+def finding(what: str, measured: str, bound: str, is_right: bool) -> Row:
+    """Return a row that passes if `is_right`, and otherwise says what a failure usually means."""
+    result, means = ("pass", "") if is_right else ("FAIL", CAUSES.get(what, CAUSES["a metric"]))
     return {"what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
-def none_differ(what: str, differing: Iterable[str], bound: str, cause: str) -> Row:
+def none_differ(what: str, differing: Iterable[str], bound: str) -> Row:
     """Return a row that passes if nothing differs, and otherwise names the first three that do."""
     named = [*differing][:3]
-    return finding(what, f"differing: {', '.join(named) or 'none'}", bound, not named, cause)
+    return finding(what, f"differing: {', '.join(named) or 'none'}", bound, not named)
 
 
-def worst(what: str, errors: Errors, bound: float, cause: str) -> Row:
+def worst(what: str, errors: Errors, bound: float) -> Row:
     """Return a row that compares the largest error with the bound."""
     index = int(np.argmax([*errors.values()]))  # NaN counts as the largest
     name, error = [*errors.items()][index]
-    return finding(what, f"off by {error:.2g} ({name})", f"at most {bound:g}", error <= bound, cause)
+    return finding(what, f"off by {error:.2g} ({name})", f"at most {bound:g}", error <= bound)
 
 
 def worst_process(rows: tuple[Row, ...]) -> Row:

@@ -31,42 +31,6 @@ AT_ONCE = 4
 IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentiable"}
 """Settings of a parameter group that don't change the result, and the learning rate, which has a check of its own."""
 
-NOT_APPLIED = (
-    "the yaml was not applied, or each process trains a model of its own: look for keys that Accelerate ignores, "
-    "ACCELERATE_* variables in the environment, and a model that was not passed through prepare(). If FSDP shards the "
-    "root alone, list the classes of the repeating blocks in the model's _no_split_modules"
-)
-OTHER_DATA = "build_datasets makes other data on each process: it is unseeded, or ordered by os.listdir or a set"
-OTHER_ORDER = (
-    "a step sees other examples than on one process: the sampler ignores rank and number of processes, the last batch "
-    "is dropped, or padding is counted. Deal each global batch out in turn, from an order that all processes share"
-)
-OTHER_RESUME = (
-    "a run that was killed resumes with examples that it has seen in this epoch, or skips some: it must start at the "
-    "checkpoint's step"
-)
-OTHER_EPOCHS = (
-    "set_epoch was forgotten: the order doesn't depend on the epoch, and an earlier one comes again. Or an "
-    "augmentation depends on the process, not on the epoch, or on unseeded random numbers: draw it from the seed "
-    "passed to Task.augmented and from the example's index"
-)
-OTHER_EVALUATION = (
-    "examples are left out or counted twice, as padding, or a process has fewer batches than others, which then hang: "
-    "without an example left, it has to compute on a dummy batch of weight 0"
-)
-OTHER_WEIGHTS = (
-    "processes built different models: seed all alike before build_model (src/training/run.py), use only random "
-    "numbers that set_seed seeds, and seed each process differently (for dropout) only afterwards"
-)
-OTHER_SETTINGS = (
-    "a setting of optim is ignored, or a parameter is in no group or in the wrong one: biases, norms and other vectors "
-    "must not decay, and Muon is for matrices except those of embeddings and the last layer"
-)
-SAME_DROPOUT = (
-    "dropout drops the same units on every process, so a global batch is less varied than on one process: add the "
-    "rank to the seed once the model is built"
-)
-
 
 def check_launch(subject: Subject) -> Iterator[Row]:
     """Look at the processes and the model themselves, not at what the launcher or Accelerate says about them."""
@@ -77,7 +41,7 @@ def check_launch(subject: Subject) -> Iterator[Row]:
         kind = "FSDP" if units > 1 else "FSDP of the root alone"
     joined = len(gather(None))
     found, expected = f"{kind} x {joined}", f"{wanted} x {asked.world_size}"
-    yield finding("strategy", found, expected, found == expected, NOT_APPLIED)
+    yield finding("strategy", found, expected, found == expected)
 
 
 def reading_indices(run: Run) -> Run:
@@ -108,23 +72,23 @@ def check_data(subject: Subject) -> Iterator[Row]:
     set_seed(run.config.seed)
     some = [fetch_batch(subject.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
-    yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0], OTHER_DATA)
+    yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0])
     indexed = reading_indices(run)
-    for what, first, cause in (("epoch 1", 0, OTHER_ORDER), ("epoch 1, resumed after step 1", 1, OTHER_RESUME)):
+    for what, first in (("epoch 1", 0), ("epoch 1, resumed after step 1", 1)):
         steps = training_steps(indexed, first, first + per_epoch)
-        yield _as_by_hand(run, what, steps, [*islice(_by_hand(run, first), per_epoch)], cause)
+        yield _as_by_hand(run, what, steps, [*islice(_by_hand(run, first), per_epoch)])
     others = []
     for epoch in (0, 1, 2, max(3, run.total_steps // per_epoch - 1)):
         micro_batches = next(subject.micro_batches(epoch * per_epoch))
         if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, epoch)):
             others.append(f"epoch {epoch + 1}")
-    yield none_differ("the first examples of epochs", others, "as drawn by hand", OTHER_EPOCHS)
+    yield none_differ("the first examples of epochs", others, "as drawn by hand")
     less = evaluating_less(subject)
     steps_read = ([batch] for batch in evaluation_batches(reading_indices(less)))
     size = AT_ONCE * run.data_size
     batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
     expected = [batch[run.data_rank :: run.data_size] for batch in batches]
-    yield _as_by_hand(run, "evaluation", steps_read, expected, OTHER_EVALUATION)
+    yield _as_by_hand(run, "evaluation", steps_read, expected)
 
 
 def _by_hand(run: Run, first: int) -> Iterator[list[int]]:
@@ -132,14 +96,14 @@ def _by_hand(run: Run, first: int) -> Iterator[list[int]]:
     return own_indices(run.config, run.train_set, first, run.data_rank, run.data_size)
 
 
-def _as_by_hand(run: Run, what: str, steps: Iterable[list[MicroBatch]], expected: list[list[int]], cause: str) -> Row:
+def _as_by_hand(run: Run, what: str, steps: Iterable[list[MicroBatch]], expected: list[list[int]]) -> Row:
     """Compare the indices that this process reads in each step with the expected ones, and count those of all
     processes. Collective."""
     found = [[index for batch in step if batch.weight for index in batch.data] for step in steps]
     # count processes that share sequences once
     read, due = (Counter(tree_leaves(gather(steps)[:: run.cp_size])) for steps in (found, expected))
     measured = f"{read.total():,} read, {(due - read).total():,} left out, {(read - due).total():,} too often"
-    return finding(what, measured, "as on one process, in this order", found == expected, cause)
+    return finding(what, measured, "as on one process, in this order", found == expected)
 
 
 def _drawn(run: Run, epoch: int) -> list[Any]:
@@ -163,13 +127,13 @@ def check_start(subject: Subject) -> Iterator[Row]:
         for name, tensor in named_tensors(subject.unwrapped).items()
         if not torch.equal(whole(tensor, subject.run.device), expected[name])
     ]
-    yield none_differ("weights and buffers", differing, "as on one process, bitwise", OTHER_WEIGHTS)
+    yield none_differ("weights and buffers", differing, "as on one process, bitwise")
     settings = _settings(subject.unwrapped, subject.run.optimizers)
     wanted = _settings(subject.reference, subject.reference_optimizers)
     wrong = sorted(settings - wanted) or sorted(wanted - settings)
-    yield none_differ("settings of the optimizer", wrong, "as in optim", OTHER_SETTINGS)
+    yield none_differ("settings of the optimizer", wrong, "as in optim")
     alike = gather(subject.rng_checksum).count(subject.rng_checksum)
-    yield finding("processes that draw the same numbers next", str(alike), "1", alike == 1, SAME_DROPOUT)
+    yield finding("processes that draw the same numbers next", str(alike), "1", alike == 1)
 
 
 def _settings(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[str]:

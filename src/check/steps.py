@@ -41,25 +41,6 @@ LEARNING_RATE = 1e-9
 TINY = 2.0**-100
 """A factor that makes learning rates too small to change any weight; as a power of two it scales exactly."""
 
-CAUSES = {
-    "gradients": "not the gradient of the whole batch's mean loss: a sum that was not divided or divided twice, a mean "
-    "of means where processes or micro-batches count differently, a parameter that is not reduced over the processes, "
-    "gradients that are not cleared, clipping that scales small gradients up, or a step that is not taken. If only in "
-    "step 2, whose micro-batches have another size: Task.loss returns a mean in place of the sum over its targets, or "
-    "of other targets than Task.count counts, or an example's loss depends on those beside it",
-    "loss": "sums, counts or means, as for gradients",
-    "norm": "the norm is one process's, non-finite, or was taken before the gradients were scaled: clipping goes by it",
-    "updates": "the optimizer did something else with the gradients than its copy on one process, or nothing: another "
-    "learning rate or weight decay, or gradients that changed after clipping",
-    "learning rate": "the schedule is ahead of the steps, or has another form or length: a prepared scheduler steps "
-    "once per process; compute the rate from the optimizer's step",
-    "replicas": "the processes' models have diverged: they started apart, a gradient is not reduced, or a buffer "
-    "depends on each process's own examples. Use torch.nn.SyncBatchNorm for BatchNorm or, better, a norm over single "
-    "examples",
-    "collectives": "gradients are reduced after each micro-batch: DDP has to reduce them after the last one only "
-    "(no_sync before). The result is right, but it is slow",
-}
-
 
 def check_steps(subject: Subject) -> Iterator[Row]:
     """Take an epoch's first step, its second one in micro-batches of another size, and its last, ragged one.
@@ -105,7 +86,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     hook.remove()
     errors["learning rate", LEARNING_RATE] = _rate_errors(subject)
     for (what, bound), by_name in errors.items():
-        yield worst(what, by_name, bound, CAUSES[what])
+        yield worst(what, by_name, bound)
     yield _replicas(subject)
 
 
@@ -120,7 +101,7 @@ def check_cost(subject: Subject) -> Iterator[Row]:
         subject.step(subject.at(0), micro_batches[:2])
     most = 2 * one.count if subject.run.accelerator.is_fsdp2 else one.count
     what = "collectives in a step of two micro-batches"
-    yield finding(what, str(two.count), f"at most {most}", two.count <= most, CAUSES["collectives"])
+    yield finding(what, str(two.count), f"at most {most}", two.count <= most)
 
 
 class Collectives(TorchDispatchMode):
@@ -194,7 +175,7 @@ def _replicas(subject: Subject) -> Row:
     sums = {name: checksum(tensor) for name, tensor in held.items() if not isinstance(tensor, DTensor)}
     first = gather(sums)[0]
     differing = [name for name in sums if sums[name] != first[name]]
-    return none_differ("replicas", differing, f"{len(sums)} tensors, the same on all processes", CAUSES["replicas"])
+    return none_differ("replicas", differing, f"{len(sums)} tensors, the same on all processes")
 
 
 def _other_size(subject: Subject) -> int:
