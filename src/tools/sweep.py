@@ -20,11 +20,9 @@ import optuna  # pip install -e '.[sweeps]'
 import psutil
 from optuna.pruners import NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
-from optuna.storages import RDBStorage
 from optuna.trial import Trial, TrialState
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from ruamel.yaml.error import YAMLError
-from sqlalchemy.pool import NullPool
 
 from src.checkpoint.files import read_lines
 from src.config.errors import RunError, UserError, explained
@@ -185,8 +183,7 @@ def open_study(sweep: Sweep, folder: Path) -> optuna.Study:
     folder.mkdir(parents=True, exist_ok=True)
     halving = sweep.early_terminate
     study = optuna.create_study(
-        # without a pool, which would leave connections open
-        storage=RDBStorage(f"sqlite:///{folder}/study.db", engine_kwargs={"poolclass": NullPool}),
+        storage=f"sqlite:///{folder}/study.db",
         study_name="sweep",
         direction=sweep.metric.goal,
         pruner=SuccessiveHalvingPruner(halving.min_iter, halving.eta) if halving else NopPruner(),
