@@ -44,9 +44,7 @@ def evaluation_of(checkpoint: Path) -> dict[str, float]:
 
 
 def export_checkpoint(path: Path, folder: Path) -> None:
-    """Write the model of a checkpoint as a run would export it, on one CPU. Raise a UserError if the checkpoint is
-    damaged or the folder exists."""
-    require_whole(path)
+    """Write the model of a checkpoint as a run would export it, on one CPU. Raise a UserError if the folder exists."""
     if folder.exists():
         raise UserError(f"{folder}: already exists; choose another folder")
     config = config_of(path)
@@ -54,7 +52,6 @@ def export_checkpoint(path: Path, folder: Path) -> None:
     with replacing(folder) as unfinished:
         cards = export_weights(config.task, model, model.state_dict(), unfinished)
         write_cards(config, cards, evaluation_of(path), unfinished)
-    print(folder)
 
 
 def find(source: Path) -> list[Path]:
@@ -75,7 +72,10 @@ def main(argv: list[str]) -> int:
     checkpoints = [path for source in options.paths for path in find(source)]
     if options.command == "export":
         newest = checkpoints[0]
-        export_checkpoint(newest, options.output or newest.parent.parent / f"model_{newest.name}")
+        folder = options.output or newest.parent.parent / f"model_{newest.name}"
+        require_whole(newest)
+        export_checkpoint(newest, folder)
+        print(folder)
         return 0
     are_whole = [print_line(path, options.command == "verify") for path in checkpoints]
     return 0 if all(are_whole) else 1

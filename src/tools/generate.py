@@ -4,13 +4,9 @@ Without --prompt it reads lines until Ctrl-D: with a chat template they are a ch
 itself.
 """
 
+import argparse
 import signal
 import sys
-
-if __name__ == "__main__":  # imports take seconds: until then, Ctrl-C just exits
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,12 +17,12 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer  # pip install -e '.[text]'
 
-from src.checkpoint.export import export_weights
-from src.checkpoint.load import config_of, find_model, is_checkpoint_folder, load_trained_model
+from src.checkpoint.load import find_model, is_checkpoint_folder
 from src.config.errors import UserError, explained
 from src.distributed.process import exit_codes
 from src.tasks.text.model import load_exported, max_length, set_ends
 from src.tasks.text.tokenizing import CHAT_TEMPLATE
+from src.tools.checkpoints import export_checkpoint
 
 
 def main(argv: list[str]) -> None:
@@ -65,10 +61,8 @@ def load_with_tokenizer(source: str) -> tuple[Any, Any]:
     folder = find_model(source)
     with tempfile.TemporaryDirectory() as exported:
         if is_checkpoint_folder(folder):
-            config = config_of(folder)
-            trained = load_trained_model(folder, config)
-            folder = Path(exported)
-            export_weights(config.task, trained, trained.state_dict(), folder)
+            checkpoint, folder = folder, Path(exported, "model")
+            export_checkpoint(checkpoint, folder)
         model = load_exported(folder).to(PartialState().device).eval()
         with explained(f"{source}: no tokenizer, ", (OSError, ValueError)):
             tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -94,7 +88,6 @@ def stream_completion(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may close the pipe
     with exit_codes("generate"):
         try:
