@@ -43,16 +43,16 @@ class Work(TorchDispatchMode):
             return result
         if "copy" in name and len(tensors) < len(anywhere):
             self.counts["copied"] += tensors[-1].nbytes
+        given = dict(zip([argument.name for argument in function._schema.arguments], args, strict=False), **kwargs)
         if "c10d" in name:
-            self._count_collective(name, max(tensor.nbytes for tensor in tensors), _ranks(leaves))
+            self._count_collective(name, max(tensor.nbytes for tensor in tensors), _ranks(given))
         elif formula := flop_registry.get(function._overloadpacket):
             # torch 2.11 mistakes the dtype of a product's output for its shape
-            given = [argument for argument in args if not isinstance(argument, torch.dtype)]
+            readable = [value for value in args if not isinstance(value, torch.dtype)]
             # the formula subtracts the offsets of packed documents, which the null GPU cannot
-            readable = [argument.cpu() if _is_offsets(argument) else argument for argument in given]
+            readable = [value.cpu() if _is_offsets(value) else value for value in readable]
             flops = formula(*readable, **kwargs, out_val=result)
-            names = [argument.name for argument in function._schema.arguments]
-            if dict(zip(names, args, strict=False), **kwargs).get("is_causal"):
+            if given.get("is_causal"):
                 flops /= 2  # torch counts all pairs of tokens
             # factors in half precision may be summed in fp32
             dtype = min((tensor.dtype for tensor in tensors if tensor.ndim > 1), key=lambda dtype: dtype.itemsize)
@@ -76,13 +76,11 @@ class Work(TorchDispatchMode):
             self.counts[f"{kind}collectives {place}"] += 1
 
 
-def _ranks(leaves: list[Any]) -> list[int]:
+def _ranks(given: dict[str, Any]) -> list[int]:
     """Return the ranks in a collective's group: an argument of the collective, or for functional ones its name."""
-    objects = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-    groups = [ProcessGroup.unbox(leaf) for leaf in objects if "ProcessGroup" in str(leaf._type())]
-    names: list[Any] = [leaf for leaf in leaves if isinstance(leaf, str)]
-    group, *_ = groups or map(_resolve_process_group, names)
-    return get_process_group_ranks(group)
+    if "process_group" in given:
+        return get_process_group_ranks(ProcessGroup.unbox(given["process_group"]))
+    return get_process_group_ranks(_resolve_process_group(given["group_name"]))
 
 
 def _is_offsets(value: Any) -> bool:
