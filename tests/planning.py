@@ -36,8 +36,9 @@ def setup(yaml: str, gpus: int, arguments: Iterable[str], cp_size: int = 1) -> S
     return Setup(tuple(arguments), yaml if "/" in yaml else f"accelerate_configs/{yaml}.yaml", gpus, H100, cp_size)
 
 
-def measured(*setups: Setup, program: str = "from tests.planning import main; main()") -> list[dict[str, Any]]:
-    """What `explore` finds out about each, as JSON; by a program that has something else happen on the way."""
+def measured(*setups: Setup) -> list[dict[str, Any]]:
+    """What `explore` finds out about each, as JSON."""
+    program = "from tests.planning import main; main()"
     content = json.dumps([asdict(setup) | {"gpu": setup.gpu.model_dump()} for setup in setups])
     how: dict[str, Any] = {"cwd": PROJECT, "env": clean_environment(**environment_for(H100)), "timeout": SECONDS}
     done = subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, text=True, **how)

@@ -11,28 +11,29 @@ from pathlib import Path
 import null_gpu
 from src.config.config import load_config
 from src.config.errors import UserError
+from src.config.terminal import bar
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
 from src.tools.plan.measure import environment_for
-from src.tools.plan.search import CP_YAML, YAMLS, explore_all, setups
+from src.tools.plan.search import CP_YAML, YAMLS, explore, setups
 from src.tools.plan.show import GB, recommendation, table, write
 
 
 def main(argv: list[str]) -> None:
     """Try the run under each strategy and number of GPUs, and recommend the cheapest that fits."""
-    split = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser("python -m src.tools.plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8], help="numbers of GPUs: 1 2 4 8 16 64 256")
-    parser.add_argument("--gpu", default="h100", help="name in src/tools/plan/gpus.yaml, or a FILE.yaml like it")
+    parser.add_argument("--gpu", default="h100", help="name in src/tools/plan/gpus.yaml")
     parser.add_argument("--yamls", nargs="+", choices=[*YAMLS, CP_YAML], default=YAMLS, help="default: all but fsdp_cp")
     parser.add_argument("--output", type=Path, default="plans", help="folder to write the plan into")
-    options, arguments = parser.parse_args(argv[:split]), argv[split + 1 :]
+    parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
+    options = parser.parse_args(argv)
     gpu = find_gpu(options.gpu)
     for gpus in options.gpus:
         if gpus < 1 or (gpus > gpu.gpus_per_machine and gpus % gpu.gpus_per_machine):
             raise UserError(f"--gpus {gpus}: must be at most {gpu.gpus_per_machine} (one machine) or a multiple of it")
-    todo = [*setups(arguments, options.yamls, options.gpus, gpu)]
+    todo = [*setups(options.arguments, options.yamls, options.gpus, gpu)]
     if not todo:
         raise UserError(f"--yamls {' '.join(options.yamls)}: cannot run on --gpus {' '.join(map(str, options.gpus))}")
     if "NULL_GPU_GIB" not in os.environ:
@@ -40,9 +41,10 @@ def main(argv: list[str]) -> None:
             raise UserError(f"a plan is measured on a null GPU, but {reason}: use the Dockerfile's image, on x86-64")
         # the null GPU has to take the place of CUDA's libraries before they are loaded
         os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment_for(gpu))
-    config = load_config(arguments, TASKS)
+    config = load_config(options.arguments, TASKS)
     print(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (simulated: docs/plan.md)")
-    rows = explore_all(todo)
+    # one after the other, as the host's time is measured too
+    rows = [explore(setup) for setup in bar("setups tried", iterable=todo)]
     if not any(row.measured for row in rows):
         raise UserError("\n".join(dict.fromkeys(row.reason for row in rows)))
     print(table(rows, config), "", recommendation(rows, config), sep="\n")

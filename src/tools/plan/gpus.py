@@ -1,4 +1,4 @@
-"""The GPUs that a run can be planned for: those in gpus.yaml, or in a file of the user's."""
+"""The GPUs that a run can be planned for: those in gpus.yaml."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError, fie
 from ruamel.yaml.error import YAMLError
 
 from src.config.errors import UserError, explained
-from src.config.settings import nearest, problem_text, read_yaml
+from src.config.settings import nearest, read_yaml
 
 TABLE = Path(__file__).with_name("gpus.yaml")
 CONTEXT_GIB = 1.5
@@ -26,7 +26,7 @@ class Gpu(BaseModel, extra="forbid"):
     link_gb_s: PositiveFloat
     network_gb_s: PositiveFloat
     gpus_per_machine: PositiveInt = 8
-    price_usd_hour: float | None = None
+    price_usd_hour: float = 0
 
     @field_validator("tflops")
     @classmethod
@@ -46,21 +46,10 @@ class Gpu(BaseModel, extra="forbid"):
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of this name in gpus.yaml, or the only one in the file NAME.yaml.
-
-    Raises:
-        UserError: there is none, or its entry has mistakes, one per line.
-    """
-    file = Path(name) if name.endswith((".yaml", ".yml")) else TABLE
-    with explained(f"--gpu {name}: cannot be read, ", (OSError, UnicodeDecodeError, YAMLError)):
-        table = read_yaml(file.read_bytes())
-    if not isinstance(table, dict) or not table:
-        raise UserError(f"--gpu {name}: must be NAME: {{memory_gib: 80, …}}, as in src/tools/plan/gpus.yaml")
-    key = name if file == TABLE else next(iter(table))
-    if key not in table:
-        raise UserError(f"--gpu {name}: no such GPU{nearest(name, list(table))} ({', '.join(table)}, or a FILE.yaml)")
-    try:
-        return Gpu.model_validate(table[key])
-    except ValidationError as error:
-        lines = [f"{file}: {key}.{'.'.join(map(str, of['loc']))}: {problem_text(of)}" for of in error.errors()]
-        raise UserError("\n".join(lines)) from error
+    """Return the GPU of this name in gpus.yaml. Raise a UserError if there is none, or its entry has mistakes."""
+    with explained(f"{TABLE}: {name}: ", (YAMLError, ValidationError)):
+        table = read_yaml(TABLE.read_bytes())
+        if name not in table:
+            there = f"{nearest(name, list(table))} ({', '.join(table)})"
+            raise UserError(f"--gpu {name}: no such GPU{there}; to plan for another one, add it to {TABLE}")
+        return Gpu.model_validate(table[name])

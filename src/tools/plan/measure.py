@@ -41,8 +41,6 @@ NO_LIMIT = 100_000
 """GiB of a GPU on which everything fits."""
 MOST_PER_MACHINE = 16
 """Most GPUs that the null GPU simulates."""
-LONG = 20
-"""Seconds of reading data that are worth a note."""
 KERNELS = ("launch", "gemm", "conv", "triton", "graph_launch")
 """null_gpu.c's names for kernel launches."""
 
@@ -86,7 +84,7 @@ class Measured:
     total_steps: int
     memory: Peaks
     parts: dict[str, int]
-    """The step's bytes by what they hold: parameters, gradients, optimizer; all else counts as activations."""
+    """The step's bytes by what they hold: parameters, gradients, optimizer."""
     work: dict[str, float]
     """What Work counts in a step, and its `kernels` and `host_seconds` on this machine."""
     notes: list[str]
@@ -113,26 +111,13 @@ def launcher_arguments(setup: Setup) -> list[str]:
     return [*words, *(f"--parallelism_config_{name}_size={size}" for name, size in sizes.items())]
 
 
-def launcher_environment(setup: Setup) -> dict[str, str]:
-    """Return the environment variables that Accelerate's launcher, and torch's beneath it, set for process 0."""
-    words = [*launcher_arguments(setup), "--machine_rank=0", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
-    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))
-    environment = prepare_multi_gpu_env(arguments)
-    if arguments.use_fsdp or arguments.multi_gpu:
-        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(setup.gpus), "TORCHELASTIC_RUN_ID": "none"}
-        environment["LOCAL_WORLD_SIZE"] = str(min(setup.gpus, setup.gpu.gpus_per_machine))
-    return environment
-
-
 def build_without_values(config: Config) -> Run:
     """Build the run as train.py does, but with uninitialized weights and no output folder."""
     accelerator, launch = build_accelerator(config)
     if launch.strategy.endswith("offload"):  # pinning would copy, and fill the host's memory
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     config = begin_task(config, launch)
-    started = time.perf_counter()
     train_set, eval_set = build_data(config, accelerator)
-    seconds = time.perf_counter() - started
     model = config.task.build_skeleton()
     transform(model, config, accelerator)
     if not accelerator.is_fsdp2:
@@ -140,9 +125,6 @@ def build_without_values(config: Config) -> Run:
     model = prepare(accelerator, model)
     allocate(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
     optimizers = build_optimizers(config.optim, model)
-    if seconds > LONG:
-        says = f"reading the data takes {seconds:.0f} s for each line below: plan with a sample of it"
-        config.task.state.notes.append(says)
     return Run(
         config=config,
         accelerator=accelerator,
@@ -174,16 +156,21 @@ def measure(setup: Setup, share: float) -> Measured:
     Raises:
         torch.OutOfMemoryError: micro-batches fit by the sum of their bytes, but not once memory is fragmented.
     """
+    # the environment that Accelerate's launcher, and below torch's beneath it, give process 0
+    words = [*launcher_arguments(setup), "--machine_rank=0", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
+    launched, *_ = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))
+    os.environ |= prepare_multi_gpu_env(launched)
     # this process alone bootstraps NCCL's communicators, however many others there are
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
     os.environ["TERM"] = "dumb"  # no bars below the plan's own
-    os.environ |= launcher_environment(setup)
     gc.disable()  # reference cycles keep memory of DDP's first steps until a collection happens to run: count it
     gc.freeze()  # explicit collections can skip what is there by now
     torch.backends.cuda.enable_cudnn_sdp(False)  # the null GPU has no cuDNN; flash attention takes as much memory
-    config = load_config([*setup.arguments], TASKS)
-    if "WORLD_SIZE" in os.environ:
+    if launched.use_fsdp or launched.multi_gpu:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(setup.gpus), "TORCHELASTIC_RUN_ID": "none"}
+        os.environ["LOCAL_WORLD_SIZE"] = str(min(setup.gpus, setup.gpu.gpus_per_machine))
         join_alone(setup.gpus)
+    config = load_config([*setup.arguments], TASKS)
     return Trial(build_without_values(config), setup.gpu).measured(share)
 
 
@@ -228,7 +215,6 @@ class Trial:
         memory, accumulation = self._memory(size), len(self._micro_batches)
         parts = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in tensors_of(run).items()}
         parts["gradients"] = self._gradients
-        parts["activations"] = memory["step"][0] - (0 if self._is_offloaded else sum(parts.values()))
         model, batch = run.accelerator.unwrap_model(run.model), self._micro_batches[0].data
         return Measured(
             strategy=run.launch.strategy,
@@ -294,11 +280,10 @@ class Trial:
     def _work(self) -> dict[str, float]:
         """Return the work of a step: that of its first micro-batch, plus, for each further one, what a second adds."""
         total = len(self._micro_batches)
-        one = self._work_of(1)
-        if total == 1 or self._is_offloaded:
-            return {name: total * number for name, number in one.items()}
-        two = self._work_of(2)
-        return {name: one[name] + (total - 1) * (number - one[name]) for name, number in two.items()}
+        one = more = self._work_of(1)
+        if total > 1 and not self._is_offloaded:
+            more = {name: number - one[name] for name, number in self._work_of(2).items()}
+        return {name: one[name] + (total - 1) * number for name, number in more.items()}
 
     def _work_of(self, number: int) -> dict[str, float]:
         """Return the work of a step of `number` micro-batches."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from src.config.errors import UserError, cause
-from src.config.terminal import bar
 from src.tools.plan.gpus import Gpu
 from src.tools.plan.measure import Measured, Setup, measure
 
@@ -50,11 +49,6 @@ def setups(arguments: list[str], yamls: list[str], sizes: list[int], gpu: Gpu) -
                 yield from (replace(setup, cp_size=2**i) for i in range(1, 8) if shareable % 2**i == 0)
             elif possible.get(yaml, gpus > 1):
                 yield setup
-
-
-def explore_all(setups: list[Setup]) -> list[Row]:
-    """Try the setups one after the other, as the host's time is measured too."""
-    return [explore(setup) for setup in bar("setups tried", iterable=setups, total=len(setups))]
 
 
 def explore(setup: Setup) -> Row:

@@ -45,7 +45,7 @@ def line(row: Row, config: Config) -> dict[str, Any]:
         "tok/s/GPU": measured.tokens / seconds.step / gpus,
         "MFU": measured.model_flops / seconds.step / gpus / gpu.peak("bf16"),
         "time": hours,
-        "cost": hours * gpus * (gpu.price_usd_hour or 0),
+        "cost": hours * gpus * gpu.price_usd_hour,
         "limit": seconds.limit if row.is_fitting else "memory",
     }
 
@@ -97,5 +97,5 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
     with explained(f"--output {output}: cannot be written, ", OSError):
         folder.mkdir(parents=True)
     content = [asdict(row) | {"is_fitting": row.is_fitting, "line": line(row, config)} for row in rows]
-    (folder / "plan.json").write_bytes(json.dumps(content, indent=1, default=vars).encode())
+    (folder / "plan.json").write_text(json.dumps(content, indent=1, default=vars))
     return folder
