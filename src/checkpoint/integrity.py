@@ -21,8 +21,8 @@ def manifest(checkpoint: Path) -> Json:
 
 
 def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """Yield what is wrong with a checkpoint, in a few words each. A missing rng_*.json is not a problem. Raise a
-    UserError if this user may not read a file.
+    """Yield what is wrong with a checkpoint, in a few words each. Raise a UserError if this user may not
+    read a file.
 
     Args:
         contents: whether to compare checksums too, which reads every file.
@@ -47,8 +47,7 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
         for name, size, checksum in entries[shard[0] :: shard[1]]:
             file = checkpoint / name
             if name not in there or file.is_symlink():  # the manifest may not lead to other folders
-                if not name.startswith("rng_"):
-                    yield f"{name} is missing"
+                yield f"{name} is missing"
             elif file.stat().st_size != size:
                 yield f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
             elif contents and file_facts(file)["sha256"] != checksum:

@@ -10,7 +10,7 @@ from src.checkpoint.compatibility import note_changes, read_state, require_same_
 from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings
 from src.checkpoint.integrity import Damaged, quarantine, require_none_damaged
 from src.checkpoint.output_dir import claim, folder_errors
-from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
+from src.checkpoint.rng import random_file, restore_random_state
 from src.checkpoint.status import answer_at_start
 from src.checkpoint.store import Store, first_valid
 from src.checkpoint.tensors import frozen_norm, load_tensors
@@ -145,11 +145,8 @@ def load_checkpoint(run: Run) -> None:
     accepts_changes = run.config.checkpoint.accept_changes
     run.resume.notes += require_same_origin(checkpoint, saved.origin, run.origin, accepts_changes)
     load_tensors(checkpoint, run.model, run.optimizers)
-    if saved.origin.num_processes != run.world_size:
-        return  # each process has its own dropout masks, which depend on the number of processes
-    if absent := absent_random_file(checkpoint, run.world_size):
-        run.resume.notes.append(f"WARNING: {absent}")
-    else:
+    # each process has its own dropout masks, which depend on the number of processes
+    if saved.origin.num_processes == run.world_size:
         restore_random_state(checkpoint / random_file(run.rank), run.device)
 
 

@@ -57,6 +57,8 @@ def half(data: bytes) -> bytes:
         (rewrite(SHARD, half), "bytes, not"),
         (rewrite(SHARD, flip_a_bit), "has changed since it was saved"),
         (lambda step: (step / SHARD).unlink(), "is missing"),
+        # tried without: the run resumes with other dropout
+        (lambda step: (step / "rng_00001.json").unlink(), "rng_00001.json is missing"),
         (lambda step: shutil.copy(step / OTHER, step / SHARD), "bytes, not"),
         # from an older checkpoint
         (lambda step: shutil.copy(step.parent / "step_00000008" / SHARD, step), "has changed since it was saved"),
