@@ -8,7 +8,7 @@ from torch import nn
 
 from src.checkpoint.compatibility import note_changes, read_state, require_same_origin, require_whole_metrics
 from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings
-from src.checkpoint.integrity import Damaged, quarantine, require_none_damaged
+from src.checkpoint.integrity import Damaged, quarantine
 from src.checkpoint.output_dir import claim, folder_errors
 from src.checkpoint.rng import random_file, restore_random_state
 from src.checkpoint.status import answer_at_start
@@ -72,7 +72,6 @@ def _take_folder(config: Config, store: Store) -> None:
     claim(config.folder)
     # check again: whoever held the lock may have written there
     refuse(folder_errors(config, store.fetch_run_files()))
-    config.folder.mkdir(parents=True, exist_ok=True)
     remove_incomplete(config.folder / "checkpoints")
 
 
@@ -94,7 +93,10 @@ def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumeP
     """
     command = resume_command(config)
     if checkpoint is None:
-        require_none_damaged(config, damaged)
+        if damaged:
+            advice = f"choose another --resume, or move {config.folder} away to start over"
+            lines = [f"{path}: {why}" for path, why in damaged.items()]
+            refuse([*lines, f"no valid checkpoint to resume from: {advice}"])
         is_begun = (config.folder / "metrics.jsonl").exists()
         notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
         return ResumePoint(notes=notes, command=command)

@@ -17,8 +17,11 @@ def random_file(rank: int) -> str:
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of each generator by name (a GPU's by device type), ready for JSON."""
     name, words, *position = np.random.get_state()
-    state: dict[str, Any] = {"python": random.getstate(), "numpy": [name, np.asarray(words).tolist(), *position]}
-    state["torch"] = _hex(torch.get_rng_state())
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(words).tolist(), *position],
+        "torch": _hex(torch.get_rng_state()),
+    }
     if device.type != "cpu":
         state[device.type] = _hex(torch.get_device_module(device).get_rng_state())
     return state
