@@ -71,7 +71,7 @@ def test_a_run_does_not_start_over_where_its_checkpoints_went_away() -> None:
 
 def test_an_output_folder_that_cannot_be_written() -> None:
     """/proc is one even for root, who runs CI and may write anywhere else."""
-    assert mistakes("--output_dir=/proc/a/b")[0].startswith("output_dir=/proc/a/b: cannot write in /proc, ")
+    assert mistakes("--output_dir=/proc/a/b")[0].startswith("output_dir=/proc/a/b: cannot write to /proc, ")
     (line,) = mistakes("--output_dir=/proc/version/x")
     assert line.endswith("/x: /proc/version is a file, not a folder; choose another --output_dir")
     (line,) = mistakes(f"--run_name={'x' * 300}")
@@ -83,10 +83,10 @@ def test_what_is_another_users_in_the_folder_is_refused_at_the_start() -> None:
     Path("runs/mnist").mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as unwritable:
         unwritable.bind("runs/mnist/metrics.jsonl")
-    assert "cannot write runs/mnist/metrics.jsonl, " in mistakes()[-1]
+    assert "cannot write to runs/mnist/metrics.jsonl, " in mistakes()[-1]
     Path("runs/mnist/metrics.jsonl").unlink()
     Path("runs/mnist/checkpoints").symlink_to("/proc")
-    assert "cannot write in runs/mnist/checkpoints, " in mistakes()[-1]
+    assert "cannot write to runs/mnist/checkpoints, " in mistakes()[-1]
 
 
 def test_a_folder_takes_no_branch_of_a_checkpoint_before_its_own(whole: Whole) -> None:

@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trackio.sqlite_storage import SQLiteStorage
 
 from src.tracking import guard
-from src.tracking.guard import Guarded, Risky
+from src.tracking.guard import Guarded
+from src.tracking.part import Part
 from tests.faults.runs import ALL, assert_same_run, checkpoints, curve, lines, without_times
 from tests.launching import BIN, Launch, Run, Whole, mistakes, run_command, slow
 from train import run_settings
@@ -45,9 +46,8 @@ def hang(*_: object) -> None:
 )
 def test_a_faulty_one_is_left(monkeypatch: pytest.MonkeyPatch, method: str, fault: Any, why: Any, calls: str) -> None:
     """Tried without the thread: it waits forever."""
-    monkeypatch.setattr(guard, "START_SECONDS", 0.3)
     monkeypatch.setattr(guard, "HANG_SECONDS", 0.3)
-    recorder, said, began = Mock(spec=Risky, title="X"), list[str](), time.monotonic()
+    recorder, said, began = Mock(spec=Part, title="X"), list[str](), time.monotonic()
     getattr(recorder, method).side_effect = fault
     monkeypatch.setattr(guard, "say", said.append)
     guarded = Guarded(recorder)

@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from src.checkpoint.files import incomplete_path, make_readable, step_of
 from src.checkpoint.store import best_first, first_valid
 from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
-from src.config.errors import RunError, cause
+from src.config.errors import RunError, explained
 from src.config.settings import write_yaml
 from src.config.terminal import say
 from src.tasks.base import Cards, Metrics, Tables, Task, Tensors
@@ -37,9 +36,7 @@ class Exported(NamedTuple):
 def export_model(run: Run, say: Callable[[str], None]) -> Exported:
     """Write the last or, with export_best, the best weights and a model card into the folder `model`, replacing an
     earlier export. Collective: under FSDP each process has a shard."""
-    evaluated = run.progress.evaluation
-    if run.config.checkpoint.export_best:
-        evaluated = _load_best(run, say) or evaluated
+    evaluated = _load_best(run, say) if run.config.checkpoint.export_best else run.progress.evaluation
     run.model.eval()
     found, tables = run.task.report(run.model, run.device)
     reported = {f"eval/{name}": value for name, value in found.items()}
@@ -59,9 +56,9 @@ def export_model(run: Run, say: Callable[[str], None]) -> Exported:
     return exported
 
 
-def _load_best(run: Run, say: Callable[[str], None]) -> Metrics | None:
-    """Load the weights of the best checkpoint, and return its evaluation; None if no valid checkpoint has one.
-    Collective."""
+def _load_best(run: Run, say: Callable[[str], None]) -> Metrics:
+    """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
+    weights, and return the last evaluation. Collective."""
     evaluations = run.progress.evaluations
     candidates = best_first(run.store.candidates(), run.config.checkpoint, evaluations)
     best, damaged = first_valid(run.accelerator, candidates, run.store)
@@ -69,7 +66,7 @@ def _load_best(run: Run, say: Callable[[str], None]) -> Metrics | None:
         say(f"WARNING: {path}: {why}")
     if best is None:
         say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
-        return None
+        return run.progress.evaluation
     say(f"exporting the best checkpoint, {best}")
     load_tensors(best, run.model)
     return evaluations[step_of(best)]
@@ -82,16 +79,14 @@ def replacing(folder: Path) -> Iterator[Path]:
     place = folder.resolve()  # a link may lead to another disk
     incomplete = incomplete_path(place)
     try:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        incomplete.mkdir(parents=True)
-        yield incomplete
-        for file in incomplete.rglob("*.safetensors"):
-            make_readable(file)
-        shutil.rmtree(place, ignore_errors=True)
-        incomplete.rename(place)
-    except (OSError, SafetensorError) as error:
-        reason = f"{folder} cannot be written, {cause(error)}"
-        raise RunError(f"{reason}: fix that, and run the same command again") from error
+        with explained(f"{folder} cannot be written, ", (OSError, SafetensorError), RunError):
+            shutil.rmtree(incomplete, ignore_errors=True)
+            incomplete.mkdir(parents=True)
+            yield incomplete
+            for file in incomplete.rglob("*.safetensors"):
+                make_readable(file)
+            shutil.rmtree(place, ignore_errors=True)
+            incomplete.rename(place)
     finally:
         shutil.rmtree(incomplete, ignore_errors=True)
 
@@ -125,23 +120,18 @@ def write_cards(config: Config, cards: Cards, metrics: Metrics, folder: Path) ->
 
 def push_to_hub(config: Config) -> None:
     """Upload the exported model to config.push_to_hub, but not further models in its folder, which need repositories of
-    their own. Exit with code 1 if that fails; the run itself is complete."""
+    their own. Raise a RunError if that fails; the run itself is complete."""
     folder, repository = config.folder / "model", config.push_to_hub
     assert repository
-    further = [card.parent.name for card in folder.glob("*/README.md")]
-    excluded = [f"{part}/*" for part in further]
+    excluded = [f"{card.parent.name}/*" for card in folder.glob("*/README.md")]
+    options = "".join(f" --exclude '{pattern}'" for pattern in excluded)
+    command = f"hf upload {repository} {folder} --private{options}"
     constants.HF_HUB_OFFLINE = False  # set if the Hub was unreachable at the start
-    try:
+    says = f"push_to_hub={repository}: the run is complete, upload its model with `{command}`: "
+    with explained(says, raises=RunError):
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(
             repo_id=repository, folder_path=folder, commit_message=config.run_name, ignore_patterns=excluded
         )
-    except Exception as error:  # from the Hub, its client or the network
-        options = "".join(f" --exclude '{pattern}'" for pattern in excluded)
-        hint = f"the run is complete, upload its model with `hf upload {repository} {folder} --private{options}`"
-        sys.exit(f"train.py: push_to_hub={repository}: {cause(error)}; {hint}")
     say(f"  Hub        {repository}")
-    for part in further:
-        command = f"hf upload {repository}-{part} {folder / part} --private"
-        say(f"             without {part}, which `{command}` uploads")

@@ -67,8 +67,10 @@ def saved_settings(folder: Path) -> Json:
 def parent_checkpoint(config: Config) -> Path | None:
     """Return the checkpoint that the run branches off from: the one in `resume`, or in the config.yaml of its first
     start."""
-    resume = config.resume if config.resume not in ("auto", "never") else saved_settings(config.folder).get("resume")
-    return Path(str(resume)) if resume not in ("auto", "never", None) else None
+    for resume in (config.resume, saved_settings(config.folder).get("resume")):
+        if resume not in ("auto", "never", None):
+            return Path(str(resume))
+    return None
 
 
 def is_checkpoint_name(name: str) -> bool:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from src.checkpoint.files import MANIFEST, STATE, Json, file_facts
-from src.config.config import Config
-from src.config.errors import UserError, refuse
+from src.config.errors import UserError
 
 RUN_COPIES = ("metrics.jsonl", "config.yaml")
 """Files of the run that a mirror keeps beside each checkpoint."""
@@ -21,8 +20,8 @@ def manifest(checkpoint: Path) -> Json:
 
 
 def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """Yield what is wrong with a checkpoint, in a few words each. A missing rng_*.json is not a problem. Raise a
-    UserError if this user may not read a file.
+    """Yield what is wrong with a checkpoint, in a few words each. Raise a UserError if this user may not read
+    a file.
 
     Args:
         contents: whether to compare checksums too, which reads every file.
@@ -47,8 +46,7 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
         for name, size, checksum in entries[shard[0] :: shard[1]]:
             file = checkpoint / name
             if name not in there or file.is_symlink():  # the manifest may not lead to other folders
-                if not name.startswith("rng_"):
-                    yield f"{name} is missing"
+                yield f"{name} is missing"
             elif file.stat().st_size != size:
                 yield f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
             elif contents and file_facts(file)["sha256"] != checksum:
@@ -63,17 +61,6 @@ def require_whole(checkpoint: Path) -> None:
     """Raise a UserError if the checkpoint is damaged."""
     if wrong := next(problems(checkpoint), None):
         raise UserError(f"{checkpoint}: {wrong}")
-
-
-def require_none_damaged(config: Config, damaged: Damaged) -> None:
-    """Raise a UserError if there are damaged checkpoints, for a run that found no valid one."""
-    if damaged:
-        lines = [f"{path}: {why}" for path, why in damaged.items()]
-        advice = "choose another --resume"
-        if (config.folder / "checkpoints").exists():
-            advice = f"move {config.folder} away to start over"
-        advice += "" if config.checkpoint.mirror else ", or set checkpoint.mirror if the run had one"  # room: machines
-        refuse([*lines, f"no valid checkpoint to resume from: {advice}"])
 
 
 def quarantine(path: Path) -> None:

@@ -13,10 +13,8 @@ import json
 import os
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from functools import cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -45,7 +43,7 @@ from src.checkpoint.files import (
 )
 from src.checkpoint.integrity import RUN_COPIES, manifest, problems, quarantine
 from src.checkpoint.output_dir import lock
-from src.checkpoint.store import Store, superfluous
+from src.checkpoint.store import Store, chosen
 from src.config.config import Config
 from src.config.environment import LaunchEnvironment
 from src.config.errors import RunError, cause, explained
@@ -80,7 +78,7 @@ class Mirror(Store):
         self._newest: Path | None = None
         self._copied = Callback()
         """Counts the files, or parts of files, that have been copied."""
-        self._of_main = Path(gather_object([str(self._own)])[0])
+        self._of_main = gather_object([self._own])[0]
         self.is_shared = self._is_disk_shared()
         self._is_first = self._is_main if self.is_shared else accelerator.is_local_main_process
         """Whether this process fetches checkpoints: one does on each disk."""
@@ -173,14 +171,6 @@ class Mirror(Store):
             say(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
         self.copying = None
 
-    def timeout(self, minutes: float) -> timedelta:
-        # copies may take any time; `await_all` finds a process that hangs
-        return super().timeout(minutes) if self.is_shared else timedelta(days=7)
-
-    def await_all(self, is_busy: Callable[[], bool]) -> None:
-        while not self.is_shared and any(gather_object([is_busy()])):
-            time.sleep(0.1)
-
     def close(self) -> None:
         """Wait for the copy in progress, as `await_copy` does. Warn if it fails."""
         try:
@@ -242,7 +232,7 @@ class Mirror(Store):
         self._fs.pipe_file(self._path(folder, MANIFEST), json.dumps({"files": files}).encode())
         try:
             whole = self._manifests()
-            kept = whole.keys() - superfluous(list(whole), self._config.checkpoint, state.progress.evaluations)
+            kept = chosen(list(whole), self._config.checkpoint, state.progress.evaluations)
             for path in self._fs.glob(f"{self._root}/step_*"):
                 checkpoint = self._own / Path(path).name
                 if checkpoint in kept or not is_checkpoint_name(checkpoint.name):

@@ -1,7 +1,5 @@
 """Refuse and lock output folders: a run must not write into another run's folder, or one that is not writable."""
 
-import atexit
-import contextlib
 import fcntl
 import os
 import tempfile
@@ -13,7 +11,6 @@ from typing import Any
 from src.checkpoint.files import list_checkpoints, read_json, saved_settings
 from src.config.config import LENGTH_SETTINGS, Config, changed_settings
 from src.config.errors import UserError
-from src.config.settings import nearest
 from src.config.terminal import say
 from src.distributed.process import SIGNALS
 
@@ -59,8 +56,7 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
         if is_branch and _had_checkpoints(folder, saved):
             yield f"{lost}; or {elsewhere}"
         elif not (source / "manifest.json").is_file():
-            there = [str(path) for path in (*source.glob("step_*"), *source.glob("checkpoints/step_*"))]
-            yield f"resume={source}: not a checkpoint{nearest(str(source), there)}; auto, never, or a folder step_…"
+            yield f"resume={source}: not a checkpoint; auto, never, or a folder step_…"
         elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
             yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}"
     elif held and config.resume == "never":
@@ -104,8 +100,7 @@ def _write_errors(folder: Path) -> Iterator[str]:
             elif path.exists():
                 path.open("ab").close()
         except OSError as error:
-            where = f"in {path}" if path.is_dir() else path
-            yield f"output_dir={folder}: cannot write {where}, {error.strerror}; choose another --output_dir"
+            yield f"output_dir={folder}: cannot write to {path}, {error.strerror}; choose another --output_dir"
 
 
 def claim(folder: Path) -> None:
@@ -119,8 +114,6 @@ def claim(folder: Path) -> None:
 def lock(folder: Path) -> None:
     """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
     after PATIENCE_SECONDS."""
-    if not folder.exists():
-        atexit.register(_delete_if_empty, folder)
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     for second in range(PATIENCE_SECONDS):
@@ -136,9 +129,3 @@ def lock(folder: Path) -> None:
             return
         time.sleep(1)
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
-
-
-def _delete_if_empty(folder: Path) -> None:
-    """Delete the empty folder that a refused run would leave behind."""
-    with contextlib.suppress(OSError):
-        folder.rmdir()

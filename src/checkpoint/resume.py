@@ -8,9 +8,9 @@ from torch import nn
 
 from src.checkpoint.compatibility import note_changes, read_state, require_same_origin, require_whole_metrics
 from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings
-from src.checkpoint.integrity import Damaged, quarantine, require_none_damaged
+from src.checkpoint.integrity import Damaged, quarantine
 from src.checkpoint.output_dir import claim, folder_errors
-from src.checkpoint.rng import absent_random_file, random_file, restore_random_state
+from src.checkpoint.rng import random_file, restore_random_state
 from src.checkpoint.status import answer_at_start
 from src.checkpoint.store import Store, first_valid
 from src.checkpoint.tensors import frozen_norm, load_tensors
@@ -72,7 +72,6 @@ def _take_folder(config: Config, store: Store) -> None:
     claim(config.folder)
     # check again: whoever held the lock may have written there
     refuse(folder_errors(config, store.fetch_run_files()))
-    config.folder.mkdir(parents=True, exist_ok=True)
     remove_incomplete(config.folder / "checkpoints")
 
 
@@ -94,7 +93,10 @@ def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumeP
     """
     command = resume_command(config)
     if checkpoint is None:
-        require_none_damaged(config, damaged)
+        if damaged:
+            advice = f"choose another --resume, or move {config.folder} away to start over"
+            lines = [f"{path}: {why}" for path, why in damaged.items()]
+            refuse([*lines, f"no valid checkpoint to resume from: {advice}"])
         is_begun = (config.folder / "metrics.jsonl").exists()
         notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
         return ResumePoint(notes=notes, command=command)
@@ -145,11 +147,8 @@ def load_checkpoint(run: Run) -> None:
     accepts_changes = run.config.checkpoint.accept_changes
     run.resume.notes += require_same_origin(checkpoint, saved.origin, run.origin, accepts_changes)
     load_tensors(checkpoint, run.model, run.optimizers)
-    if saved.origin.num_processes != run.world_size:
-        return  # each process has its own dropout masks, which depend on the number of processes
-    if absent := absent_random_file(checkpoint, run.world_size):
-        run.resume.notes.append(f"WARNING: {absent}")
-    else:
+    # each process has its own dropout masks, which depend on the number of processes
+    if saved.origin.num_processes == run.world_size:
         restore_random_state(checkpoint / random_file(run.rank), run.device)
 
 

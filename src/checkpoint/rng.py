@@ -14,17 +14,14 @@ def random_file(rank: int) -> str:
     return f"rng_{rank + 1:05d}.json"
 
 
-def absent_random_file(checkpoint: Path, num_processes: int) -> str:
-    """Return a message if a process's file is missing; else an empty string."""
-    absent = [file for rank in range(num_processes) if not (file := checkpoint / random_file(rank)).exists()]
-    return f"{absent[0]} is missing: dropout resumes with other random numbers" if absent else ""
-
-
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of each generator by name (a GPU's by device type), ready for JSON."""
     name, words, *position = np.random.get_state()
-    state: dict[str, Any] = {"python": random.getstate(), "numpy": [name, np.asarray(words).tolist(), *position]}
-    state["torch"] = _hex(torch.get_rng_state())
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [name, np.asarray(words).tolist(), *position],
+        "torch": _hex(torch.get_rng_state()),
+    }
     if device.type != "cpu":
         state[device.type] = _hex(torch.get_device_module(device).get_rng_state())
     return state

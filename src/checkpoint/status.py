@@ -6,9 +6,9 @@ from pathlib import Path
 from threading import RLock
 from typing import NoReturn
 
-from src.checkpoint.files import Json, read_json, write_json
+from src.checkpoint.files import Json, write_json
 from src.config.config import Config
-from src.config.terminal import say, unread
+from src.config.terminal import say
 from src.distributed.process import SIGNALS
 from src.training.state import ResumePoint
 
@@ -21,15 +21,10 @@ def write_unfinished(folder: Path, checkpoint: Path | None) -> None:
     write_status(folder, {"status": "unfinished", "checkpoint": checkpoint and str(checkpoint)})
 
 
-def write_done(folder: Path, step: int) -> None:
-    """Write that the run is complete after this step."""
-    write_status(folder, {"status": "done", "step": step})
-
-
 def write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None, command: str) -> None:
     """Write, and print, that the run was preempted, and the command that resumes it."""
-    status = {"status": "preempted", "reason": reason, "step": step, "checkpoint": checkpoint and str(checkpoint)}
-    write_status(folder, status | {"command": command})
+    facts = {"reason": reason, "step": step, "checkpoint": checkpoint and str(checkpoint), "command": command}
+    write_status(folder, {"status": "preempted", **facts})
     when = f"after step {step}" if step else "before the first step"
     say(f"stopped {when} by {reason}; to resume: {command}")
 
@@ -50,9 +45,7 @@ def _stop_at_start(config: Config, resume: ResumePoint, reason: str) -> NoReturn
         os._exit(0)  # whatever the main thread is doing
 
 
-def write_status(folder: Path, status: Json | None = None) -> None:
-    """Write this status, or the current one again, and add the first message in `unread`."""
-    file = folder / "status.json"
+def write_status(folder: Path, status: Json) -> None:
+    """Write this status."""
     with WRITING:
-        status = status or read_json(file)
-        write_json(file, status | ({"output": unread[0]} if unread else {}))
+        write_json(folder / "status.json", status)

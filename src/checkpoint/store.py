@@ -1,8 +1,7 @@
 """Where the checkpoints of a run are, which is the newest valid one, and which ones to keep."""
 
 import shutil
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+from collections.abc import Iterable
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -44,10 +43,6 @@ class Store:
     def catch_up(self, checkpoint: Path, is_finished: bool) -> None:
         """Copy a checkpoint whose copy failed or was interrupted. Called on the main process."""
 
-    def timeout(self, minutes: float) -> timedelta:
-        """Return how long a process may wait for the others to write their parts of a checkpoint."""
-        return timedelta(minutes=minutes)
-
     def put(self, folder: Path, files: Iterable[str]) -> None:
         """Copy files that this process has written into the folder of an incomplete checkpoint."""
 
@@ -69,18 +64,15 @@ class Store:
     def rotate(self, evaluations: Evaluations) -> None:
         """Delete the checkpoints in the output folder that the settings don't keep. A crash in between leaves nothing
         that looks like a checkpoint."""
-        found = list_checkpoints(self._own)
-        whole = [path for path in found if not any(problems(path, contents=False))]
-        for path in superfluous(whole, self._config.checkpoint, evaluations):
-            if path == self.copying:
+        whole = [path for path in list_checkpoints(self._own) if not any(problems(path, contents=False))]
+        kept = [*chosen(whole, self._config.checkpoint, evaluations), self.copying]
+        for path in whole:
+            if path in kept:
                 continue
             if path.is_symlink():  # the user moved the folder to another disk
                 path.unlink()
             else:
                 shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
-
-    def await_all(self, is_busy: Callable[[], bool]) -> None:
-        """Wait until no process `is_busy`, which may take longer than a collective's timeout. Collective."""
 
     def close(self) -> None:
         """Wait for the copy in progress."""
@@ -102,11 +94,9 @@ def first_valid(accelerator: Accelerator, candidates: list[Path], store: Store) 
     return None, damaged
 
 
-def superfluous(whole: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
-    """Return those of the whole checkpoints, newest first, that the settings don't keep."""
-    best = best_first(whole, settings, evaluations)[: settings.num_best]
-    kept = whole[: settings.keep_last] + best
-    return [path for path in whole if path not in kept]
+def chosen(whole: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
+    """Return those of the whole checkpoints, newest first, that the settings keep."""
+    return whole[: settings.keep_last] + best_first(whole, settings, evaluations)[: settings.num_best]
 
 
 def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
@@ -114,7 +104,7 @@ def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evalu
     order."""
     scores = {}
     for path in checkpoints:
-        value = evaluations.get(step_of(path), {}).get(settings.metric)
-        if value is not None:
-            scores[path] = score(value, settings.metric, settings.mode)
+        results = evaluations.get(step_of(path), {})
+        if settings.metric in results:
+            scores[path] = score(results[settings.metric], settings.metric, settings.mode)
     return sorted(scores, key=scores.__getitem__, reverse=True)

@@ -1,5 +1,6 @@
 """The tensors of a run, by names that are the same under every strategy, and how to load them."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from src.config.errors import UserError
+from src.config.errors import UserError, listed
 from src.distributed.accelerator import num_replicas
 from src.tasks.base import Tensors
 from src.training.gradients import to_local
@@ -61,12 +63,12 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
     saved, own = saved_tensors(checkpoint), model_tensors(model)
     there = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
     here = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    if differing := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
-        name, others = differing[0], len(differing) - 1
-        raise UserError(
-            f"{checkpoint} is of another model: {name.removeprefix('model.')} is {there.get(name, 'absent')} in it and "
-            f"{here.get(name, 'absent')} here" + (f", and {others} more differ" if others else "")
-        )
+    if differing := [
+        f"{name.removeprefix('model.')} is {there.get(name, 'absent')} in it and {here.get(name, 'absent')} here"
+        for name in {**here, **there}
+        if here.get(name) != there.get(name)
+    ]:
+        raise UserError(f"{checkpoint} is of another model: {listed(differing)}")
     stateful = {name.rpartition(".")[0] for name in saved}  # a parameter that never had a gradient has no state
     for name, parameter in own.items():
         if optimizers and name.replace("model.", "optimizer.", 1) in stateful:
@@ -106,10 +108,8 @@ def saved_tensors(checkpoint: Path) -> dict[str, Any]:
 def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:
     """Return the L2 norm of all frozen parameters, which identifies them, as they are in no checkpoint. Collective with
     an accelerator."""
-    squares = torch.zeros((), dtype=torch.float64)
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            squares += to_local(parameter.detach()).float().square().sum().double().cpu()
+    frozen = (to_local(parameter.detach()) for parameter in model.parameters() if not parameter.requires_grad)
+    squares = sum(weights.float().square().sum().item() for weights in frozen)
     if accelerator and accelerator.is_fsdp2:
-        squares = accelerator.reduce(squares.to(accelerator.device), "sum").cpu() / num_replicas(accelerator)
-    return squares.sqrt().item()
+        squares = sum(gather_object([squares])) / num_replicas(accelerator)
+    return math.sqrt(squares)

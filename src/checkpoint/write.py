@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -45,7 +47,8 @@ class CheckpointWriter:
         self._group: Any = None
         if torch.distributed.is_initialized():
             # a group of its own: collectives of the background thread must not mix with the loop's
-            timeout = run.store.timeout(run.config.timeout_minutes)
+            # copies to a mirror may take any time; `poll` finds a process that hangs meanwhile
+            timeout = timedelta(minutes=run.config.timeout_minutes) if run.store.is_shared else timedelta(days=7)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         on_cuda = run.device.type == "cuda"
         # with use_async_staging, a thread would not wait for the optimizer's kernels
@@ -82,9 +85,10 @@ class CheckpointWriter:
     def poll(self, wait: bool = False) -> None:
         """Report on the checkpoint being written, if it is done. A process that cannot write is a warning. A failed
         collective ends the run, as it would fail every time."""
-        if wait:
-            self._run.store.await_all(lambda: self._pending is not None and not self._pending[1].done())
-        if self._pending is None or not (wait or self._pending[1].done()):
+        # a copy to a mirror may take longer than a collective's timeout
+        while wait and not self._run.store.is_shared and any(gather_object([self._is_busy()])):
+            time.sleep(0.1)
+        if self._pending is None or (self._is_busy() and not wait):
             return
         writer, future, pause = self._pending
         self._pending = None
@@ -97,11 +101,13 @@ class CheckpointWriter:
         else:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
-        is_first_here = self._run.accelerator.is_local_main_process
-        if is_first_here and writer.folder.exists():  # it was not published on this machine
-            shutil.rmtree(writer.folder, ignore_errors=True)
-        if is_first_here and not self._run.store.is_shared:
-            self._run.store.rotate(writer.state.progress.evaluations)  # fetched checkpoints
+        if self._run.accelerator.is_local_main_process:
+            shutil.rmtree(writer.folder, ignore_errors=True)  # it is still there if it was not published here
+            if not self._run.store.is_shared:
+                self._run.store.rotate(writer.state.progress.evaluations)  # fetched checkpoints
+
+    def _is_busy(self) -> bool:
+        return self._pending is not None and not self._pending[1].done()
 
     def close(self) -> None:
         """Wait for the checkpoint being written, free the copies' memory, and close the store."""

@@ -13,8 +13,6 @@ from tqdm import tqdm
 
 # tqdm's own lock is shared with forked processes: one that is killed while holding it would never release it
 tqdm.set_lock(RLock())
-unread: list[str] = []
-"""Messages for status.json once nobody reads the output any more."""
 
 
 def bar(desc: str = "", **options: Any) -> Any:
@@ -36,7 +34,7 @@ def say(*lines: str, file: Any = None) -> None:
 
     Everything that a run prints goes through here: to `file`, or to the process's real standard output, even while
     sys.stdout is redirected to silence a library. Once nobody reads the output, as after `| head -2` or when the
-    terminal was closed, drop it, and say so in `unread`.
+    terminal was closed, drop it.
     """
     file = file or sys.__stdout__
     with tqdm.external_write_mode():
@@ -47,7 +45,6 @@ def say(*lines: str, file: Any = None) -> None:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
-            unread.append("nobody reads the output any more: see metrics.jsonl")
 
 
 def spare_terminals() -> None:

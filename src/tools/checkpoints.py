@@ -15,7 +15,6 @@ from src.checkpoint.export import export_weights, replacing, write_cards
 from src.checkpoint.files import MANIFEST, list_checkpoints
 from src.checkpoint.integrity import problems, require_whole
 from src.checkpoint.load import config_of, is_checkpoint_folder, load_trained_model
-from src.checkpoint.rng import absent_random_file
 from src.config.errors import UserError
 from src.distributed.process import exit_codes
 from src.training.evaluation import evaluation_line
@@ -29,10 +28,9 @@ def print_line(path: Path, contents: bool) -> bool:
     state = read_state(path)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
-    absent = absent_random_file(path, state.origin.num_processes)
     print(
         f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {state.origin.strategy} x {state.origin.num_processes}\n"
-        f"  {evaluation_line(evaluation_of(path))}  {absent}".rstrip()
+        f"  {evaluation_line(evaluation_of(path))}".rstrip()
     )
     return True
 

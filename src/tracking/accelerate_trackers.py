@@ -4,24 +4,20 @@ import shlex
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
-from src.tracking.guard import Risky, tracked_config
-from src.tracking.part import Entry, Tables
+from src.tracking.guard import tracked_config
+from src.tracking.part import Entry, Part, Tables
 
 PROJECT = "accelerate-template"
 """The run's project in trackio."""
 
 
-class AcceleratePart(Risky):
+class AcceleratePart(Part):
     """Logs numbers through one of Accelerate's trackers."""
 
     _tracker: GeneralTracker
 
-    def start(self) -> None:
-        self._tracker.start()
-
     def log(self, entry: Entry, tables: Tables) -> None:
-        numbers = {name: value for name, value in entry.items() if name != "step"}
-        self._tracker.log(numbers, step=entry["step"])
+        self._tracker.log({name: value for name, value in entry.items() if name != "step"}, step=entry["step"])
 
     def end(self, summary: Entry | None, crash: str | None) -> None:
         self._tracker.finish()
@@ -30,31 +26,23 @@ class AcceleratePart(Risky):
 class Trackio(AcceleratePart):
     """Logs a run to trackio. With the same id, a resumed run continues there."""
 
-    title = "trackio"
+    tracker = title = "trackio"
     closing = f"  trackio    trackio show --project {PROJECT}"
-
-    @property
-    def is_on(self) -> bool:
-        return "trackio" in self._run.config.trackers
 
     def start(self) -> None:
         self.where = f"{self._run.config.run_name}-{self._id}"
         self._tracker = TrackioTracker(PROJECT, name=self.where, resume="allow", config=tracked_config(self._run))
-        super().start()
+        self._tracker.start()
 
 
 class TensorBoard(AcceleratePart):
     """Logs a run for TensorBoard, into its folder."""
 
-    title = "TB"
-
-    @property
-    def is_on(self) -> bool:
-        return "tensorboard" in self._run.config.trackers
+    tracker, title = "tensorboard", "TB"
 
     def start(self) -> None:
         self.where = str(self._run.config.folder / "tensorboard")
         self.closing = f"  TB         tensorboard --logdir {shlex.quote(self.where)}"
         # hide the steps that a killed session had logged and this one takes again
         self._tracker = TensorBoardTracker("", logging_dir=self.where, purge_step=self._run.progress.step + 1)
-        super().start()
+        self._tracker.start()

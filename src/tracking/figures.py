@@ -26,23 +26,21 @@ STYLE: Any = {
 }
 
 
-def draw_curves(title: str, curves: list[tuple[str, list[float], list[float]]]) -> str:
-    """Return a plot of curves, the most important first: label, steps and finite values of each, at least one."""
+def draw_curves(title: str, curves: list[tuple[str, list[tuple[float, float]]]]) -> str:
+    """Return a plot of curves, the most important first: label and points (step, finite value) of each, at least
+    one."""
     with rc_context(STYLE):
         figure = Figure(figsize=(3.75, 2.4), layout="constrained")
         axes = figure.subplots()
         axes.set_title(title, loc="left", fontweight="bold")
         most = POINTS // min(len(curves), MOST_CURVES)
-        for label, steps, values in curves[:MOST_CURVES]:
-            marker = "o" if len(steps) < 20 else ""
-            axes.plot(thinned(steps, most), thinned(values, most), marker=marker, label=label[:40])
+        for label, points in curves[:MOST_CURVES]:
+            marker = "o" if len(points) < 20 else ""
+            # each point shown is the mean of as many neighbours
+            shown = [part.mean(axis=0) for part in np.array_split(points, min(len(points), most))]
+            axes.plot(*np.transpose(shown), marker=marker, label=label[:40])
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=6)
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata={"Date": None})
     return svg.getvalue()
-
-
-def thinned(values: list[float], most: int) -> list[float]:
-    """Return at most `most` numbers, each the mean of as many neighbours."""
-    return [part.mean() for part in np.array_split(values, min(len(values), most))]

@@ -15,20 +15,11 @@ from src.tasks.base import Tables
 from src.tracking.part import Entry, Part
 from src.training.run import Run
 
-START_SECONDS = 240.0
-"""Seconds that a part may take to start; W&B gives up on its server after 90."""
-HANG_SECONDS = 180.0
-"""Seconds that any later call may take; at the end of a run W&B gives up on uploads after 120."""
+HANG_SECONDS = 240.0
+"""Seconds that a call may take: W&B gives up on its server after 90, and on the last uploads after 120."""
 
 
-class Risky(Part):
-    """A part that may hang or raise."""
-
-    def abandon(self) -> None:
-        """Drop the part after it has hung or failed, so that this process can exit."""
-
-
-def guarded(kind: type[Risky]) -> Callable[[Run, str], Part]:
+def guarded(kind: type[Part]) -> Callable[[Run, str], Part]:
     """Return a function that creates a part of this kind, guarded."""
     return lambda run, run_id: Guarded(kind(run, run_id))
 
@@ -36,7 +27,7 @@ def guarded(kind: type[Risky]) -> Callable[[Run, str], Part]:
 class Guarded(Part):
     """Calls a part in its own thread, one call at a time. Drops all calls after the first failure."""
 
-    def __init__(self, part: Risky) -> None:
+    def __init__(self, part: Part) -> None:
         self._part = part
         self.title = part.title
         self._busy_since = math.inf
@@ -51,7 +42,7 @@ class Guarded(Part):
         # trackio prints. Redirect in this thread: a hang in the part's would leave standard output redirected.
         with contextlib.redirect_stdout(io.StringIO()):
             self._tell(self._part.start)
-            self._wait(START_SECONDS)
+            self._wait()
         self.where, self._has_started = self._part.where, True
 
     def log(self, entry: Entry, tables: Tables) -> None:
@@ -59,7 +50,7 @@ class Guarded(Part):
 
     def end(self, summary: Entry | None, crash: str | None) -> None:
         self._tell(self._part.end, summary, crash)
-        self._wait(HANG_SECONDS)
+        self._wait()
         self._thread.close()
         self.closing = self._part.closing
 
@@ -70,11 +61,11 @@ class Guarded(Part):
         if not self.failure:
             self._last = self._thread.apply_async(self._call, (method, *arguments))
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self) -> None:
         if not self.failure:
-            self._last.wait(seconds)
+            self._last.wait(HANG_SECONDS)
             if not self._last.ready():
-                self._fail(f"no answer for {seconds:.0f} seconds")
+                self._fail(f"no answer for {HANG_SECONDS:.0f} seconds")
 
     def _call(self, method: Callable[..., object], *arguments: Any) -> None:
         if self.failure:

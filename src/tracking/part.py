@@ -18,6 +18,8 @@ Entry = dict[str, Any]
 class Part:
     """Optional code that follows a run, on the main process."""
 
+    tracker = ""
+    """Its name in the setting `trackers`; empty: it is always on."""
     title = ""
     where = ""
     """Where it logs the run, for the startup summary; set by `start`."""
@@ -32,7 +34,7 @@ class Part:
     @property
     def is_on(self) -> bool:
         """Return whether the settings enable it."""
-        return True
+        return not self.tracker or self.tracker in self._run.config.trackers
 
     def start(self) -> None:
         """Start logging the run or, by its id, resume."""
@@ -48,6 +50,9 @@ class Part:
             crash: the error; None if the run has finished, or was stopped and can be resumed.
         """
 
+    def abandon(self) -> None:
+        """Drop the part after it has hung or failed, so that this process can exit. Called only if it is guarded."""
+
 
 class Parts:
     """The parts that the settings enable, on the main process only. As a context manager, it tells them when the run
@@ -62,7 +67,6 @@ class Parts:
         self._parts = [part for part in parts if part.is_on]
         for part in self._parts:
             part.start()
-        self._has_ended = False
 
     @property
     def where(self) -> dict[str, str]:
@@ -75,13 +79,14 @@ class Parts:
             part.log(entry, tables)
 
     def end(self, summary: Entry | None, crash: str | None = None) -> None:
-        """End the parts, print their closing lines, and add those that failed to summary.json."""
-        self._has_ended = True
-        for part in self._parts:
+        """End the parts, print their closing lines, and add those that failed to summary.json. Another call does
+        nothing."""
+        parts, self._parts = self._parts, []
+        for part in parts:
             part.end(summary, crash)
             if summary and part.closing and not part.failure:
                 say(part.closing)
-        failures = {part.title: part.failure for part in self._parts if part.failure}
+        failures = {part.title: part.failure for part in parts if part.failure}
         if summary and failures:
             write_json(self._run.config.folder / "summary.json", summary | {"tracker_failures": failures})
 
@@ -89,6 +94,5 @@ class Parts:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if not self._has_ended:
-            step = self._run.progress.step
-            self.end(None, f"step {step}: {type(error).__name__}: {cause(error)}" if error else None)
+        step = self._run.progress.step
+        self.end(None, f"step {step}: {type(error).__name__}: {cause(error)}" if error else None)

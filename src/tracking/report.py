@@ -42,38 +42,37 @@ class LoggedRun:
         """Values by dotted name."""
         if "task.name" not in self.settings:
             raise UserError(f"{folder}: not a run's folder (it has no config.yaml of a run)")
-        self.curves: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-        """Steps and finite values, by metric."""
-        self.step, self.results, self.tables = 0, dict[str, float](), Tables()
-        """The last step, and the metrics and tables of the last evaluation."""
+        self.curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        """Points (step, finite value), by metric."""
+        self.step, self.results, self.tables = 0, dict[str, Any](), Tables()
+        """The last step, the metrics of the exported model or else of the last evaluation, and the tables of that."""
         for entry in filter(None, read_lines(folder / "metrics.jsonl")):
             self.step = entry["step"]
-            for name, value in entry.items():
-                if "/" in name and is_number(value):
-                    steps, values = self.curves[name]
-                    steps.append(self.step)
-                    values.append(value)
-            if "eval/loss" in entry:
+            if "eval/loss" in entry:  # unlike an entry of Task.report, which belongs to the evaluation before it
                 self.results, self.tables = {}, {}
-            if any(name.startswith("eval/") for name in entry):  # Task.report's come in an entry of their own
-                self.results |= {name: value for name, value in entry.items() if not isinstance(value, list)}
-                self.tables |= {name: rows[:MOST_ROWS] for name, rows in entry.items() if isinstance(rows, list)}
+            for name, value in entry.items():
+                if isinstance(value, list):
+                    self.tables[name] = value[:MOST_ROWS]
+                elif name.startswith("eval/"):
+                    self.results[name] = value
+                if "/" in name and is_number(value):
+                    self.curves[name].append((self.step, value))
+        self.results |= self.summary
 
     @property
     def rank_key(self) -> float:
         """Return the score of the exported model, or else of the last evaluation: higher is better."""
-        metric, results = self.settings["checkpoint.metric"], self.results | self.summary
-        return score(results[metric], metric, self.settings["checkpoint.mode"]) if metric in results else -math.inf
+        metric, mode = self.settings["checkpoint.metric"], self.settings["checkpoint.mode"]
+        return score(self.results[metric], metric, mode) if metric in self.results else -math.inf
 
     @property
     def facts(self) -> dict[str, Any]:
         """Return the results, for a line of the table of runs."""
-        results = {name: self.summary.get(name, value) for name, value in self.results.items() if "eval/" in name}
         status = self.status.get("status")
         if self.check and not self.step:
             status = "all checks passed" if self.check["passed"] else "checks FAILED"
         about = {"run": self.name, "task": self.settings["task.name"], "status": status, "step": self.step}
-        return about | results | {name: self.summary[name] for name in FACTS if name in self.summary}
+        return about | {name: value for name, value in self.results.items() if "eval/" in name or name in FACTS}
 
 
 def write_report(folders: list[Path], target: Path) -> None:
@@ -102,11 +101,11 @@ def plots(runs: list[LoggedRun]) -> dict[str, str]:
     figures = import_module("src.tracking.figures")  # imports matplotlib, which nothing else needs
     pictures = defaultdict(list)
     for run in runs:
-        for name, (steps, values) in run.curves.items():
+        for name, points in run.curves.items():
             part, _, title = name.partition("/")
             # for a single run, plot training loss and evaluation loss together
             picture, label = (title, part) if len(runs) == 1 else (name, run.name)
-            pictures[picture].append((label, steps, values))
+            pictures[picture].append((label, points))
     titles = sorted(pictures, key=lambda title: "loss" not in title)[:MOST_PICTURES]
     drawn = {title: figures.draw_curves(title, pictures[title]) for title in titles}
     return {title: base64.b64encode(svg.encode(errors="replace")).decode() for title, svg in drawn.items()}

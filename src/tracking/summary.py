@@ -1,8 +1,6 @@
 """Show what is about to run: the startup summary and, with --dry-run, the first examples."""
 
-import os
 import re
-import sys
 from typing import Any
 
 from src.config.environment import processes
@@ -70,23 +68,16 @@ def dry_run(run: Run, *_: Any) -> bool:
         dataset = run.task.augmented(run.train_set, epoch_seed(run.config, epoch, 1))
         for index in epoch_order(run, epoch, done)[:2]:
             say(f"\ntraining example {index}, in step {step + 1}:", shown(run.task.preview(dataset, int(index))))
-        figures = run.facts["data"]["train"]
-        if {"targets", "tokens"} <= figures.keys():
-            fraction = f"{figures['targets'] / figures['tokens']:.1%}"
-            say(shown(f"\n⟦like this⟧: contributes to the loss ({fraction} of the training data's tokens)"))
         every = f"every {run.config.eval_every or run.steps_per_epoch:,}, saving every {run.config.save_every:,}"
         say(f"\ndry run: {total - step:,} of {total:,} steps to take, evaluating {every}\nnothing was written")
     return True
 
 
 def shown(text: str) -> str:
-    """Return the beginning of a text, with what is in ⟦ ⟧ in green if the terminal has colours. Replace all other
-    control characters."""
+    """Return the beginning of a text, in which ⟦ ⟧ may mark a part. Replace control characters."""
     text = re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
     left_out = len(text) - MOST_CHARACTERS
     if left_out > 0:
         text = text[:MOST_CHARACTERS]
         text += f"{'⟧' * (text.count('⟦') - text.count('⟧'))}\n… and {left_out:,} more characters"
-    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR"):
-        text = text.replace("⟦", "\033[32m").replace("⟧", "\033[0m")
     return text

@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from src.checkpoint.export import Exported
 from src.checkpoint.files import parent_checkpoint, saved_settings, write_json, write_text
-from src.checkpoint.status import write_done, write_status, write_stopped, write_unfinished
+from src.checkpoint.status import write_status, write_stopped, write_unfinished
 from src.config.errors import naming
 from src.config.settings import write_yaml
-from src.config.terminal import bar, say, unread
+from src.config.terminal import bar, say
 from src.distributed.accelerator import peak_memory
 from src.tasks.base import Metrics, Tables
 from src.tracking.part import Entry
@@ -35,14 +35,13 @@ class Tracker:
         """Open the log, and print what is about to run. `where`: where parts log the run, by title."""
         self._run, self.folder = run, run.config.folder
         self._first = run.progress.step
-        self._is_noted = False
         if run.is_main:
             self._open_log()
             self._write_settings()
             print_summary(run, where)
-            self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True)
-            self._facts = ""
-            self._skipped = run.progress.skipped
+        self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True)
+        self._facts = ""
+        self._skipped = run.progress.skipped
 
     def _open_log(self) -> None:
         """Open metrics.jsonl, truncated to its length at the checkpoint that the run resumes from."""
@@ -70,10 +69,9 @@ class Tracker:
 
     def advance(self) -> None:
         """Move the progress bar by one step."""
-        if self._run.is_main:
-            is_due = self._run.is_evaluation_due()
-            self._bar.set_description_str("evaluating" if is_due else self._facts, refresh=is_due)
-            self._bar.update()
+        is_due = self._run.is_evaluation_due()
+        self._bar.set_description_str("evaluating" if is_due else self._facts, refresh=is_due)
+        self._bar.update()
 
     def log_training(self, result: StepResult, measured: dict[str, float]) -> Logged:
         """Log the means over the interval that ends with this step or with the run, and what else was measured."""
@@ -89,8 +87,6 @@ class Tracker:
         progress.train_loss = metrics["train/loss"]
         if run.is_log_due():  # not at the run's end: if it is extended, the interval continues
             progress.end_interval()
-        if not run.is_main:
-            return {}, {}
         logged = self._log(metrics | measured, {})
         if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 it is part of finding the loss scale
             self.tell(f"WARNING: steps skipped so far because of non-finite gradients: {progress.skipped}")
@@ -121,9 +117,7 @@ class Tracker:
 
     def log_report(self, exported: Exported) -> Logged:
         """Log what Task.report returned, if anything."""
-        if not self._run.is_main or not (exported.reported or exported.tables):
-            return {}, {}
-        return self._log(exported.reported, exported.tables)
+        return self._log(exported.reported, exported.tables) if exported.reported or exported.tables else ({}, {})
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves so that the log can continue from there."""
@@ -136,10 +130,9 @@ class Tracker:
 
     def log_stop(self, reason: str, checkpoint: Path | None) -> None:
         """Write that the run was stopped, and how to resume it."""
-        if not self._run.is_main:
-            return
         self._bar.close()
-        write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume.command)
+        if self._run.is_main:
+            write_stopped(self.folder, reason, self._run.progress.step, checkpoint, self._run.resume.command)
 
     def write_summary(self, evaluation: Metrics, save_pause_seconds: float) -> Entry:
         """Write summary.json and print the closing block. Return the summary. Collective.
@@ -168,7 +161,7 @@ class Tracker:
             "peak_memory_bytes": peaks,
             **vars(run.launch),
         }
-        write_done(self.folder, progress.step)
+        write_status(self.folder, {"status": "done", "step": progress.step})
         write_json(self.folder / "summary.json", summary)
         self._bar.set_description_str(self._facts)
         self._bar.close()
@@ -181,15 +174,14 @@ class Tracker:
 
     def tell(self, *lines: str) -> None:
         """Print lines, on the main process."""
-        if not self._run.is_main:
-            return
-        say(*lines)
-        if unread and not self._is_noted:
-            self._is_noted = True
-            write_status(self.folder)
+        if self._run.is_main:
+            say(*lines)
 
     def _log(self, metrics: dict[str, Any], tables: Tables) -> Logged:
-        """Append a line to metrics.jsonl, and return its numbers and tables by the names that they have there."""
+        """Append a line to metrics.jsonl, and return its numbers and tables by the names that they have there. Do
+        nothing on other processes than the main one."""
+        if not self._run.is_main:
+            return {}, {}
         entry = {"step": self._run.progress.step, **metrics}
         tables = {f"eval/{name}": rows for name, rows in tables.items()}
         with naming(self.folder / "metrics.jsonl"):
@@ -204,7 +196,7 @@ class Tracker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._bar.close()
         if self._run.is_main:
-            self._bar.close()
             with contextlib.suppress(OSError):  # a failed write has been reported
                 self._metrics.close()

@@ -20,8 +20,8 @@ from src.checkpoint.export import replacing
 from src.checkpoint.files import list_checkpoints, step_of
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
-from src.tracking.guard import Risky, tracked_config
-from src.tracking.part import Entry, Tables
+from src.tracking.guard import tracked_config
+from src.tracking.part import Entry, Part, Tables
 from src.training.run import Run
 
 ARTIFACTS = Path("artifacts")
@@ -47,10 +47,10 @@ def download_artifact(name: str) -> Path:
     return folder
 
 
-class WandbPart(Risky):
+class WandbPart(Part):
     """Logs a run to W&B."""
 
-    title = "W&B"
+    tracker, title = "wandb", "W&B"
 
     def __init__(self, run: Run, run_id: str) -> None:
         super().__init__(run, run_id)
@@ -59,7 +59,7 @@ class WandbPart(Risky):
 
     @property
     def is_on(self) -> bool:
-        return "wandb" in self._run.config.trackers and self._mode != "disabled"
+        return super().is_on and self._mode != "disabled"
 
     def start(self) -> None:
         """Start or, by its id, resume the run; offline if online fails."""
@@ -69,16 +69,15 @@ class WandbPart(Risky):
             self._mode = "online"
             if not wandb.login(prompt=False, verify=False):
                 self._mode, why = "offline", "no credentials: `wandb login` for online"
-        arguments: dict[str, Any] = config.wandb.model_dump(exclude={"mode", "model", "checkpoints"})
-        settings = wandb.Settings(silent=True, save_code=True, finish_timeout=120.0, finish_timeout_raises=True)
-        arguments |= {
+        arguments: dict[str, Any] = {
+            **config.wandb.model_dump(exclude={"mode", "model", "checkpoints"}),
             "project": config.wandb.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
             "id": self._id,
             "resume": "allow",
             "name": config.run_name,
             "config": tracked_config(self._run),
             "dir": os.environ.get("WANDB_DIR") or config.folder,
-            "settings": settings,
+            "settings": wandb.Settings(silent=True, save_code=True, finish_timeout=120.0, finish_timeout_raises=True),
         }
         try:
             run = wandb.init(mode=self._mode, **arguments)
@@ -127,9 +126,8 @@ class WandbPart(Risky):
             if checkpoint in self._logged:
                 continue
             self._logged.add(checkpoint)
-            alias = f"step-{step_of(checkpoint)}"
             with contextlib.suppress(FileNotFoundError, ValueError):  # W&B's: it was deleted meanwhile
-                self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, alias)
+                self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, f"step-{step_of(checkpoint)}")
 
     def _save_folder(self, folder: Path, kind: str, how: Keep, *aliases: str) -> None:
         """Log a folder as an artifact with the alias `latest`."""

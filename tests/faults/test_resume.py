@@ -179,15 +179,6 @@ def test_an_evaluation_that_is_in_no_checkpoint_stays(launch: Launch, whole: Who
     assert yaml.safe_load((folder / "config.yaml").read_text())["resume"] == "auto"
 
 
-def test_missing_random_numbers_are_a_loud_warning(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Dropout can't go on as it was: said loudly, and the rest goes on. Tried without looking: a traceback."""
-    folder = cut_back(whole("cpu", *ALL), tmp_path / "run", 12)
-    (folder / "checkpoints" / "step_00000012" / "rng_00001.json").unlink()
-    run = launch("cpu", *TINY, folder=folder).succeeded()
-    assert "WARNING" in run.stdout
-    assert "rng_00001.json is missing" in run.stdout
-
-
 def test_resuming_reads_no_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order is cut off, not replayed. Tried with skipping batches instead: 8 are made."""
     made = Mock(side_effect=batches.fetch_batch)
