@@ -130,7 +130,7 @@ def measure_in_process(argv: list[str]) -> None:
 
         ours(), theirs()  # imports `evaluate`
         sides = [(ours, answers[0]), (theirs, answers[1])]
-        found = in_turn(ROUNDS, *(lambda side=side: seconds(*side) for side in sides))  # type: ignore[misc]
+        found = in_turn(ROUNDS, *(lambda side=side: seconds(*side) for side in sides))
         within = 0.005 if run.launch.precision == "bf16" else 0.001
         assert not run.is_main or abs(answers[0][0] - answers[1][0]) <= within, f"other answers: {answers}"
         return found
@@ -159,8 +159,8 @@ def measure_in_process(argv: list[str]) -> None:
 
 def measure(data_dir: Path, folder: Path) -> list[Comparison]:
     write_text(folder, SEQUENCES, LENGTH)
-    images = {"task.data_dir": data_dir, "global_batch_size": 64}
-    text = {"config": PROJECT / "configs" / "pretrain.yaml", "task.dataset": folder / "data" / "train.txt"}
+    images: dict[str, Any] = {"task.data_dir": data_dir, "global_batch_size": 64}
+    text: dict[str, Any] = {"config": PROJECT / "configs" / "pretrain.yaml", "task.dataset": folder / "data" / "train.txt"}
     text |= {"task.eval_fraction": 0.5}
     cases: list[tuple[list[str], dict[str, Any], dict[str, float]]] = [
         (launch("cpu", 1, "fp32"), images, {"evaluation: MNIST CNN, fp32, plain loop": 1.2}),

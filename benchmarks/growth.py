@@ -80,7 +80,7 @@ class Watched(Side):
         assert len(trainers) == self.processes, trainers
         return trainers
 
-    def cpu_seconds(self) -> float:
+    def cpu_per_step(self) -> float:
         times = [trainer.cpu_times() for trainer in self.trainers]
         return sum(time.user + time.system for time in times)
 
@@ -90,9 +90,9 @@ class Watched(Side):
 
     def measured_turn(self) -> tuple[float, float]:
         """Take a turn. Return CPU milliseconds per step and process, and the MB resident at its end."""
-        before = self.cpu_seconds()
+        before = self.cpu_per_step()
         self.turn()
-        seconds = self.cpu_seconds() - before
+        seconds = self.cpu_per_step() - before
         return 1e3 * seconds / self.steps / self.processes, self.megabytes()
 
 

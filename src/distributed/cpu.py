@@ -81,7 +81,8 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the product, shape (..., out_features), of `input`, shape (..., in_features)."""
         is_small = input.numel() * self.out_features < FEWEST
-        if is_small or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        is_unit = type(self) is not Linear  # sharded by itself: FSDP's hooks are lost on the view returned below
+        if is_small or is_unit or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
             return super().forward(input)
         # a row of pixels, channels last; dilation changes nothing but makes torch choose oneDNN on one thread too
         pixels = input.reshape(1, -1, 1, self.in_features).permute(0, 3, 1, 2)

@@ -22,7 +22,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from src.config.config import Config
-from src.config.environment import LaunchEnvironment
 from src.config.terminal import bar
 from src.distributed.stop import StopSignal
 from src.tasks.base import Counts, Examples, Indices, Task, samples
@@ -195,7 +194,7 @@ def examples_at_once(run: Run, cache: int) -> int:
         hook = register_module_forward_hook(measure, with_kwargs=True)
         run.task.evaluate(run.model, batch)
         hook.remove()
-    share = cache // (4 * LaunchEnvironment().local_world_size)
+    share = cache // (4 * run.world_size)  # as if all were on this machine: the same size wherever they are
     size = max(run.config.forward_batch_size(run.data_size), share // max(layers))
     # machines may differ
     return broadcast_object_list([size])[0]
