@@ -152,17 +152,11 @@ KINDS_OF_DATA: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
 class Lengths:
     """Stands for a source, and for blocks of it: rows that are nothing but their lengths."""
 
-    columns = ()
-
     def __init__(self, lengths: np.ndarray, group: int) -> None:
         self.lengths = lengths
         firsts = np.arange(0, len(lengths), group)
         self.sizes = np.diff(np.append(firsts, len(lengths)))
         self.row_bytes = np.add.reduceat(lengths, firsts) / self.sizes + 8
-
-    def part(self, group: int, first: int, last: int, _columns: Any) -> float:
-        own = self.lengths[self.sizes[:group].sum() :][: self.sizes[group]] + 8
-        return float(own[first:last].sum() / own.sum())
 
     def read(self, _: Any, rows: np.ndarray) -> pa.Table:
         lengths = self.lengths[rows]

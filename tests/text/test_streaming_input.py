@@ -200,7 +200,7 @@ def test_a_shard_that_has_changed_or_is_gone_since_it_was_indexed_is_named(kind:
 
 def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that loads data too. Tried without: a traceback of that process."""
-    monkeypatch.setattr(stream, "PLACES", [2])  # the second block of 1,024 rows, and the fourth
+    monkeypatch.setattr(stream, "SAMPLES", [2])  # the second block of 1,024 rows, and the fourth
     rows: list[Any] = [{"text": str(i)} for i in range(5000)]
     rows[2500] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)

@@ -6,7 +6,7 @@ Rows are read as they are written, in groups, from files or tables, for loaded, 
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
@@ -166,25 +166,12 @@ class ShardReader:
         """
         shard, group = self.groups[number]
         if shard.kind == ".parquet":
-            table = self._table(number, columns)
+            own = tuple(name for name in columns if name in shard.columns)
+            table = patiently(shard.url, lambda: _row_group(shard, group.start, own))
             return arrow_values(table[first:last], columns, declared_features(table.schema))
         parsed = _parse_group(shard, group)
         bad = {place - first: reason for place, reason in parsed.unreadable.items() if first <= place < last}
         return {name: [row.get(name) for row in parsed.rows[first:last]] for name in columns}, bad
-
-    def _table(self, number: int, columns: Iterable[str]) -> pa.Table:
-        shard, group = self.groups[number]
-        own = tuple(name for name in columns if name in shard.columns)
-        return patiently(shard.url, lambda: _row_group(shard, group.start, own))
-
-    def part(self, number: int, first: int, last: int, columns: Iterable[str]) -> float:  # room: streaming
-        """Return which fraction of the bytes of a group these rows have in these columns. In kinds whose groups are
-        small, all rows count alike."""
-        shard, size = self.groups[number][0], int(self.sizes[number])
-        if shard.kind != ".parquet" or last - first == size:
-            return (last - first) / size
-        table = self._table(number, columns)
-        return table[first:last].nbytes / table[:size].nbytes
 
     @property
     def content(self) -> list[str]:
@@ -224,10 +211,6 @@ class TableReader:
         """Return rows of a group, and why some of them are unreadable, by position."""
         before = number * BLOCK
         return arrow_values(self._table[before + first : before + last], columns, self._table.features)
-
-    def part(self, number: int, first: int, last: int, _columns: Iterable[str]) -> float:  # room: streaming
-        """Return which fraction of a group these rows are."""
-        return (last - first) / int(self.sizes[number])
 
     @property
     def content(self) -> list[str]:

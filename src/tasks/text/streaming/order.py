@@ -86,7 +86,7 @@ class Order:
         while first < last:
             number, place = divmod(first, size)
             end = min(size, place + last - first)
-            ends, shifts, masses = self._shuffled(seed, source, number)
+            ends, shifts, masses = self.shuffled(seed, source, number)
             # the same number ends one window and begins the next: no row is lost or repeated
             start, stop = np.rint(np.interp([place, end], masses, np.append(0, ends))).astype(int)
             rows = np.arange(start, stop)
@@ -95,7 +95,7 @@ class Order:
         return np.concatenate(parts)
 
     @lru_cache(maxsize=8)  # noqa: B019  # a run has one Order
-    def _shuffled(self, seed: int, source: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def shuffled(self, seed: int, source: int, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return where the blocks of a source end, in their order in pass `number`; what to add to a row's place in
         that order to get its number; and the cumulative masses up to these ends, from 0 on."""
         groups, random = self.groups[source], np.random.default_rng([seed, 0, source, number])

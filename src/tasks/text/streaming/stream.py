@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, pairwise
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,39 +21,29 @@ from src.tasks.text.reading import BLOCK, CODE, Encoders, Source, TableReader, T
 from src.tasks.text.streaming.blocks import Blocks, Maker
 from src.tasks.text.streaming.order import Order
 
-PLACES = (8, 16, 32, 64)
+SAMPLES = (8, 16, 32, 64)
 """Blocks of each source that are sampled, evenly spaced, to estimate its tokens per byte: more, until two standard
 errors are within PRECISION."""
 PRECISION = 0.004
-"""Fraction of padding that each of two errors of a forecast may cause: of tokens per byte, and of what is in a span."""
-LONGEST_SPAN = 64
+"""Fraction of padding that the error of an estimate of tokens per byte may cause."""
+SPAN = 32
 """Windows, or more if they are small. A run that is resumed on another machine reads up to so many again."""
 FULL = 0.97
-"""Fraction of a full sequence's tokens that are no padding."""
+"""Fraction of the tokens of the best packed sequences that a full one has."""
 WIDENING = 1.02
 """Factor by which sequences are lengthened until a window's chunks fit into them."""
 
 
-class Window:
-    """Holds the sequences of a window, given which chunks of a table each has; and `left`, the chunks for others."""
-
-    def __init__(self, chunks: pa.Table, sequences: list[np.ndarray], left: pa.Table) -> None:
-        self.left = left
-        self._starts = np.cumsum([0, *map(len, sequences)]).tolist()
-        chunks = chunks.take(np.concatenate([np.empty(0, np.int64), *sequences]))
-        self._columns: dict[str, tuple[Any, list[int]]] = {}
-        for name in chunks.column_names:
-            column = chunks[name].combine_chunks()
-            if pa.types.is_large_list(column.type):
-                self._columns[name] = column.values.to_numpy(), column.offsets.tolist()
-            else:
-                self._columns[name] = column.to_pylist(), []
-
-    def __getitem__(self, place: int) -> list[Chunk]:
-        return [
-            {name: of[ends[i] : ends[i + 1]] if ends else of[i] for name, (of, ends) in self._columns.items()}
-            for i in range(self._starts[place], self._starts[place + 1])
-        ]
+def as_chunks(table: pa.Table) -> list[Chunk]:
+    """Return the rows of a table. Lists are slices of one array for all, which is much faster than a list for each."""
+    columns = [table[name].combine_chunks() for name in table.column_names]
+    values = [
+        [column.values.to_numpy()[i:j] for i, j in pairwise(column.offsets.tolist())]
+        if pa.types.is_large_list(column.type)
+        else column.to_pylist()
+        for column in columns
+    ]
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +65,7 @@ class Stream:
     """Windows whose leftovers the last of them takes."""
     seed: int = 0
     epoch: int = 0
-    _read: dict[int, Future[Window]] = field(default_factory=dict, init=False)
+    _read: dict[int, Future[ChunkLists]] = field(default_factory=dict, init=False)
     """Windows that are being read or have been read, by number."""
     _left: dict[int, pa.Table] = field(default_factory=dict, init=False)
     """What is left over of those before them in the span."""
@@ -104,22 +94,20 @@ class Stream:
         arrays = [*self.order.groups, *self.order.masses, self.order.shares, self.counts]
         return hashlib.sha256(str(parts).encode() + b"".join(array.tobytes() for array in arrays)).hexdigest()
 
-    def _window(self, number: int) -> Window:
+    def _window(self, number: int) -> ChunkLists:
         """Return a window, and start reading the next one."""
         near = range(number, min(number + 2, len(self.counts)))
         for other in self._read.keys() - near:
-            done = self._read.pop(other)
-            if not done.exception():
-                self._left[other] = done.result().left
+            del self._read[other]
         for other in [*self._left]:
-            if other // self.span != number // self.span:
+            if other // self.span < number // self.span:
                 del self._left[other]
         for window in near:
             if window not in self._read:
                 self._read[window] = in_thread(partial(self.read_window, window))
         return self._read[number].result()
 
-    def read_window(self, number: int) -> Window:
+    def read_window(self, number: int) -> ChunkLists:
         """Return the sequences of a window, shuffled; one without chunks is all padding."""
         sources, rows = self.order.rows(self.seed, self.epoch, number)
         places, tables = [], []
@@ -133,20 +121,24 @@ class Stream:
         tables += [self._left_of(window) for window in range(first, number) if is_last]
         chunks = pa.concat_tables(tables, promote_options="permissive")
         order = np.argsort(np.concatenate(places), kind="stable")
-        order = np.append(order, np.arange(len(order), len(chunks)))
+        chunks = chunks.take(np.append(order, np.arange(len(order), len(chunks))))
         count = int(self.counts[number])
-        sequences = [[i] for i in range(len(order))]
+        sequences = [[i] for i in range(len(chunks))]
         if self.capacity:
-            sequences = packed(chunks["length"].to_numpy()[order], self.capacity, count, is_last)
-        left = chunks.take(order[[*chain.from_iterable(sequences[count:])]])
+            sequences = packed(chunks["length"].to_numpy(), self.capacity, count, is_last)
+        if not is_last:
+            self._left[number] = chunks.take(pa.array(chain.from_iterable(sequences[count:]), pa.int64()))
         shuffled = np.random.default_rng([self.seed, 2, self.epoch, number]).permutation(count)
-        return Window(chunks, [order[sequences[place]] for place in shuffled], left)
+        of_chunks = as_chunks(chunks)
+        return [[of_chunks[i] for i in sequences[place]] for place in shuffled]
 
     def _left_of(self, number: int) -> pa.Table:
         """Return what is left over of a window; after a resume, it may have to be read again."""
         if number in self._read:
-            return self._read[number].result().left
-        return self._left[number] if number in self._left else self.read_window(number).left
+            self._read[number].result()
+        if number not in self._left:
+            self.read_window(number)
+        return self._left[number]
 
 
 def build_stream(task: TextTask, rows: list[Any], columns: Encoders, maker: Maker, capacity: int | None) -> Stream:
@@ -179,102 +171,65 @@ def count_sequences(
     """Return how many sequences each window has, shape (windows,), int64; and the span.
 
     If `capacity` is None, one for each row. Otherwise, a span has as many as hold the tokens of its rows with high
-    probability: the number that a sample predicts, plus two standard deviations of the prediction's error. Its windows
-    have as many as they fill with the same probability, and the last one the rest.
+    probability; its windows have as many as they fill for certain, and the last one the rest.
     """
     if capacity is None:
         return order.shares.sum(axis=1), 1
-    samples = [Sample.of(source, masses, blocks) for source, masses in zip(sources, order.masses, strict=True)]
-    lengths = np.concatenate([lengths for sample in samples for lengths in sample.lengths])
-    if not lengths.any():
+    samples = [sample(order, number, source, blocks, capacity) for number, source in enumerate(sources)]
+    lengths, least, most = zip(*samples, strict=True)
+    all_lengths = np.concatenate(lengths)
+    if not all_lengths.any():
         raise UserError("no row in a sample of the training data can be used: is this the right column?")
-    # how full best-fit packing makes sequences; the last one is half full on average
-    full = capacity * min(1.0, lengths.sum() / ((len(best_fit(lengths, capacity)) - 0.5) * capacity))
-
-    def bound(shares: np.ndarray, deviations: float, is_span: bool) -> np.ndarray:
-        of_sources = zip(samples, shares.T, strict=True)
-        mean, variance = np.sum([sample.forecast(share, is_span) for sample, share in of_sources], axis=0)
-        return (mean + deviations * np.sqrt(variance)) / full
-
-    windows, expected = len(order.shares), bound(order.shares, 0, False)
-    counts = np.maximum(0, bound(order.shares, -2, False))
-    needed = np.mean((expected - counts) / expected / PRECISION) ** 2
-    if order.window < PLACES[0] * BLOCK:  # rows of few blocks may not fill sequences, if the source is sorted
-        counts *= min(filled(lengths, capacity) for sample in samples for lengths in sample.lengths)
-    counts = np.floor(counts)
-    longest = max(LONGEST_SPAN, PLACES[-1] * BLOCK // order.window)
-    span = math.ceil(windows / max(1, windows // int(np.clip(needed, 1, longest))))
+    # tokens in a sequence of best-fit packing; the last one is half full on average
+    full = min(capacity, all_lengths.sum() / (len(best_fit(all_lengths, capacity)) - 0.5))
+    counts, windows = np.floor(order.shares @ least / full), len(order.shares)
+    span = math.ceil(windows / max(1, windows // max(SPAN, SAMPLES[-1] * BLOCK // order.window)))
     starts = np.arange(0, windows, span)
     lasts = np.append(starts[1:], windows) - 1
     counts[lasts] = 0
     # windows that are packed apart are less full
-    in_span = np.ceil(bound(np.add.reduceat(order.shares, starts), 2, True) * (1 + PRECISION))
+    in_span = np.ceil(np.add.reduceat(order.shares @ most, starts) / full * (1 + PRECISION))
     counts[lasts] = np.maximum(1, in_span - np.add.reduceat(counts, starts))
     return counts.astype(np.int64), span
 
 
-class Sample(NamedTuple):
-    """Estimates the tokens of rows from some blocks of a source."""
-
-    lengths: list[np.ndarray]
-    """Tokens of the chunks of each block; shape (chunks,)."""
-    size: int
-    """Rows of the source."""
-    mean: float
-    """Tokens per row of mean size."""
-    error: float
-    """Standard error of that."""
-    variances: tuple[float, float]
-    """Of the tokens in a row of mean size: in whole blocks from anywhere, and in as many from all parts of a source."""
-    row_variance: float
-    """Of the tokens in a row within its block."""
-
-    @classmethod
-    def of(cls, source: Source, masses: np.ndarray, blocks: Blocks) -> "Sample":
-        """Return the estimates, given the weight of each group in rows of mean size."""
-        in_group, befores = -(-source.sizes // BLOCK), np.cumsum(source.sizes) - source.sizes
-        ends, total = np.cumsum(in_group), int(in_group.sum())
-        for number in PLACES:
-            number = min(number, total)
-            found, lengths, in_rows = [], [], []
-            for place in ((np.arange(number) + 0.5) * total / number).astype(int):
-                group = int(np.searchsorted(ends, place, side="right"))
-                first = int(place - ends[group] + in_group[group]) * BLOCK
-                last = min(first + BLOCK, int(source.sizes[group]))
-                chunks = blocks.read(source, befores[group] + np.arange(first, last))
-                lengths.append(chunks["length"].to_numpy())
-                in_rows.append(np.bincount(chunks["row"], lengths[-1]))
-                shares = (last - first) / source.sizes[group], source.part(group, first, last, blocks.columns)
-                found.append([lengths[-1].sum(), *(masses[group] * share for share in shares)])
-            tokens, by_rows, by_bytes = np.array(found).T
-            mean = tokens.sum() / by_bytes.sum()
-            off, off_by_bytes = tokens - mean * by_rows, tokens - mean * by_bytes
-            error = np.sqrt(_local_variance(off_by_bytes) * number * (1 - number / total)) / by_bytes.sum()
-            if 2 * error <= PRECISION * mean:
-                break
-        variances = np.var(off) / by_rows.mean(), _local_variance(off) / by_rows.mean()
-        row_variance = float(np.mean([*map(np.var, in_rows)]))
-        return cls(lengths, int(source.sizes.sum()), mean, error, variances, row_variance)
-
-    def forecast(self, share: np.ndarray, is_span: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many tokens so many rows of mean size have, in one window or in a span of many, and the variance
-        of the error."""
-        rest = np.maximum(0, 1 - share / self.size)  # no error if it has all rows
-        of_cut = np.minimum(share, BLOCK / 3)  # blocks at both ends are cut: on average n/6 rows' variance each
-        variance = rest * (share * self.variances[is_span] + of_cut * self.row_variance)
-        return self.mean * share, variance + (self.error * share) ** 2
+def sample(order: Order, number: int, source: Source, blocks: Blocks, capacity: int) -> tuple[np.ndarray, float, float]:
+    """Return the tokens of each chunk in a sample of a source, the one with this number in the order. And the tokens
+    per row of mean size: at least, in any window, counting FULL sequences only; and at most, in the whole source."""
+    ends, shifts, masses = order.shuffled(0, number, 0)
+    sizes, masses = np.diff(ends, prepend=0), np.diff(masses)
+    firsts = ends - sizes + shifts
+    in_source = np.argsort(firsts)
+    for count in SAMPLES:
+        count = min(count, len(ends))
+        chosen = in_source[((np.arange(count) + 0.5) * len(ends) / count).astype(int)]
+        rows = [np.arange(firsts[i], firsts[i] + sizes[i]) for i in chosen]
+        found = [blocks.read(source, of_block)["length"].to_numpy() for of_block in rows]
+        tokens, size = np.array([lengths.sum() for lengths in found]), masses[chosen].sum()
+        mean = tokens.sum() / size
+        # from neighbours, as blocks are spread evenly, even if the source is sorted; none if it is all sampled
+        off = np.diff(tokens - mean * masses[chosen])
+        error = np.sqrt(np.sum(off**2) / 2 * (1 - count / len(ends))) / size
+        if 2 * error <= PRECISION * mean:
+            break
+    # windows are like parts of the sample that are spread evenly over it
+    cuts = -(-BLOCK // order.window)
+    pieces = [piece for lengths in found for piece in np.array_split(lengths, cuts)]
+    weights = np.repeat(masses[chosen] / cuts, cuts)
+    parts = min(len(pieces), max(SAMPLES[0], int(size) // order.window))
+    full = FULL * np.median(fills(np.concatenate(found), capacity))
+    in_parts = []
+    for part in range(parts):
+        tokens = fills(np.concatenate(pieces[part::parts]), capacity)
+        in_parts.append(tokens[tokens >= full].sum() / weights[part::parts].sum())
+    # as far below the poorest as that is below the mean
+    least = max(0.0, 2 * min(in_parts) - float(np.mean(in_parts)))
+    return np.concatenate(found), least, mean + 2 * error
 
 
-def _local_variance(values: np.ndarray) -> float:
-    """Return the variance of neighbours: that of samples which are spread evenly over a source, as those of a span are
-    too, even if it is sorted."""
-    return float(np.sum(np.diff(values) ** 2) / 2 / max(1, len(values) - 1))
-
-
-def filled(lengths: np.ndarray, capacity: int) -> float:
-    """Return which fraction of these tokens is in sequences that are FULL."""
-    sizes = np.array([lengths[sequence].sum() for sequence in best_fit(lengths, capacity)])
-    return float(sizes[sizes >= FULL * capacity].sum() / max(1, lengths.sum()))
+def fills(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Return the number of tokens in each sequence of chunks of these lengths; shape (sequences,), int64."""
+    return np.array([lengths[sequence].sum() for sequence in best_fit(lengths, capacity)])
 
 
 def packed(lengths: np.ndarray, capacity: int, count: int, is_last: bool) -> list[list[int]]:
@@ -288,11 +243,11 @@ def packed(lengths: np.ndarray, capacity: int, count: int, is_last: bool) -> lis
     return fullest_first + [[]] * (count - len(sequences))
 
 
-def in_thread(read: Callable[[], Window]) -> Future[Window]:
+def in_thread(read: Callable[[], ChunkLists]) -> Future[ChunkLists]:
     """Start reading in a thread. It is not a daemon: if stopped in the middle of a read, Arrow crashes the interpreter.
     Nor is it from a ThreadPoolExecutor, whose threads are joined before `main_thread` counts as ended, which is what
     stops a read."""
-    future: Future[Window] = Future()
+    future: Future[ChunkLists] = Future()
 
     def run() -> None:
         try:
