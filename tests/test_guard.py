@@ -103,7 +103,7 @@ def mesh(**sizes: int) -> dict[str, Any]:
          "{file}: Circular reference detected"),
         (mesh(tp=2), "", "parallelism_config: tp_size is not supported: fsdp_cp.yaml splits sequences, fsdp.yaml "
          "weights: docs/accelerate.md explains why"),
-        (mesh(sp=2), "", "parallelism_config: sp_size is not supported: it needs DeepSpeed; cp_size splits *"),
+        (mesh(sp=2), "", "parallelism_config: sp_size is not supported: fsdp_cp.yaml splits sequences*"),
         (mesh(dp_shard=3), "", "parallelism_config: dp_replicate_size 1 x dp_shard_size 3 x cp_size 1 must equal the "
          "number of processes, 2: change one"),
         (mesh(dp_replicate=2), "", "parallelism_config: dp_replicate_size is for HSDP, which also shards: *"),
@@ -186,8 +186,8 @@ def no_driver(_: str) -> None:
     [
         (no_driver, "13.0", None),
         (driver(13000), "13.2", None),  # minor versions mix
-        (driver(12080), "13.0", "supports CUDA 12.8, but this torch * needs 13.0: update the driver, or *"),
-        (driver(12080), None, "supports CUDA 12.8, but this torch * is built without CUDA: install one *"),
+        (driver(12080), "13.0", "supports CUDA 12.8, but this torch * is built for 13.0: install one for *"),
+        (driver(12080), None, "supports CUDA 12.8, but this torch * is built for CPUs: install one for *"),
     ],
 )
 def test_a_gpu_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, load: Any, cuda: str | None, says: str | None) -> None:

@@ -88,7 +88,7 @@ def test_each_yaml_runs_without_a_gpu_and_says_so(launch: Launch, yaml: str, pro
     told = {"strategy": strategy, "num_processes": processes, "precision": "fp32"}
     told["comm_hook"] = "bf16" if hook else None
     assert told.items() <= run.summary.items()
-    assert run.summary["requested"]["mixed_precision"] == ("fp8" if yaml == "fsdp_fp8" else "bf16")
+    assert run.summary["requested_precision"] == ("fp8" if yaml == "fsdp_fp8" else "bf16")
     assert len(run.summary["peak_memory_bytes"]) == processes
     assert sorted(load_file(run.folder / "model" / "model.safetensors")) == sorted(MnistCnn().state_dict())
     assert run.stderr == ""

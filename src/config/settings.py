@@ -130,6 +130,8 @@ def validate(
         option, _, text = written.get(name, "").partition("=")
         if is_text and isinstance(value, list | dict) and option == f"--{name}":
             given[name] = text  # literally: [PAD], or "lr: 3"
+        elif name not in known and isinstance(value, str):  # in a mapping, whose values have no types
+            given[name] = _read_value(value)
         elif value is not None or name in known:  # a group in a yaml may be empty
             given[name] = value
 
@@ -272,13 +274,17 @@ def write_yaml(content: Any, is_in_one_line: bool = False) -> str:
     return stream.getvalue()
 
 
+def _read_value(text: str) -> Any:
+    """Return text as the YAML that it is, or as it is."""
+    with contextlib.suppress(YAMLError):
+        return read_yaml(text)
+    return text
+
+
 def _parse_argument(text: str) -> Any:
     """Parse `null`, lists and mappings as YAML; return all other text as it is, for pydantic to convert."""
-    with contextlib.suppress(YAMLError):
-        value = read_yaml(text)
-        if isinstance(value, list | dict) or text.lower() in ("null", "~"):
-            return value
-    return text
+    value = _read_value(text)
+    return value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

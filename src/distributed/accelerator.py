@@ -33,24 +33,19 @@ from torch.optim import SGD
 from src.config.config import Config
 from src.config.environment import LaunchEnvironment, processes
 from src.config.errors import UserError, explained, refuse
-from src.distributed.cpu import tune_for_cpu
 from src.distributed.launcher import Launcher, find_launcher, launch_errors, refuse_another_strategy
 from src.distributed.process import SIGNALS, exit_codes
 from src.tasks.base import ContextParallel
 
-warnings.filterwarnings("ignore", "Slicing a flattened dim")  # Accelerate does, for HSDP
-warnings.filterwarnings(
-    "ignore", r"`?torch\.distributed\.all_gather_into_tensor", FutureWarning
-)  # its gather does, on NCCL
-# of weights with one input channel, which are also channels-last; for other weights the warning matters
-warnings.filterwarnings("ignore", r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ")
-warnings.filterwarnings("ignore", "CUDA initialization")  # launcher.py explains it in one line
+for harmless in (
+    "Slicing a flattened dim",  # Accelerate does, for HSDP
+    r"`?torch\.distributed\.all_gather_into_tensor",  # its gather does, on NCCL
+    # of weights with one input channel, which are also channels-last; for other weights the warning matters
+    r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ",
+    "CUDA initialization",  # launcher.py explains it in one line
+):
+    warnings.filterwarnings("ignore", harmless)
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-TUNERS: dict[str, Callable[[nn.Module, bool], list[str]]] = {
-    # (model, whether FSDP will shard it) -> what was done
-    "cpu": tune_for_cpu,  # room: cpu
-}
-"""By device type, a function that speeds up a model before it is wrapped or sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +54,8 @@ class Launch:
 
     config_file: str | None
     """The accelerate yaml; None if another launcher, or none, started the processes."""
-    requested: dict[str, Any]
-    """distributed_type, num_processes and mixed_precision from the yaml or the command line."""
+    requested_precision: str
+    """mixed_precision from the yaml or the command line; all else is as requested, or the run is refused."""
     strategy: str
     """single, ddp, fsdp or hsdp; the latter two may be followed by _cp and its size, _grad_op and _offload."""
     num_processes: int
@@ -114,21 +109,16 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         for group in (*mesh.get_all_groups(), mesh["dp_shard_cp"].get_group()):
             group.set_timeout(timeout)
 
-    config_file, yaml = (launcher.config_file, launcher.config) if launcher else (None, {})
+    config_file = launcher.config_file if launcher else None
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     precision = "fp32" if precision == "no" else precision
     if is_stand_in:
         stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
         started = f"{processes(asked.world_size)}{f' on {backend}' if backend else ''}"
         note = f"no GPU here: {stand_in}, {started}{', sharding for real' if asked.fsdp else ''}, {precision}"
-    kind = yaml.get("distributed_type", "FSDP" if asked.fsdp else "MULTI_GPU" if asked.world_size > 1 else "NO")
     return accelerator, Launch(
         config_file=config_file,
-        requested={
-            "distributed_type": kind,
-            "num_processes": asked.world_size,
-            "mixed_precision": asked.precision,
-        },
+        requested_precision=asked.precision,
         strategy=_strategy(accelerator),
         num_processes=accelerator.num_processes,
         device=accelerator.device.type,

@@ -105,9 +105,7 @@ def unusable_gpu() -> str | None:
     if is_new_enough or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return None
     found = f"the driver of the NVIDIA GPU supports CUDA {driver}, but this torch {torch.__version__}"
-    if not built_for:
-        return f"{found} is built without CUDA: install one that has it"
-    return f"{found} needs {built_for}: update the driver, or install a torch for CUDA {driver} or older"
+    return f"{found} is built for {built_for or 'CPUs'}: install one for CUDA {driver} or older, or update the driver"
 
 
 def launch_errors(
@@ -168,11 +166,8 @@ def _mesh_errors(config: Config, asked: LaunchEnvironment) -> Iterator[str]:
     """Yield an error line for each wrong size in the yaml's parallelism_config."""
     axes = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
     sizes = {f"{axis}_size": os.environ.get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", "1") for axis in axes}
-    instead = {
-        "tp_size": "fsdp_cp.yaml splits sequences, fsdp.yaml weights: docs/accelerate.md explains why",
-        "sp_size": "it needs DeepSpeed; cp_size splits sequences with the same all-to-all",
-    }
-    for name, hint in instead.items():
+    hint = "fsdp_cp.yaml splits sequences, fsdp.yaml weights: docs/accelerate.md explains why"
+    for name in ("tp_size", "sp_size"):
         if sizes.pop(name) != "1":
             yield f"parallelism_config: {name} is not supported: {hint}"
     if math.prod(map(int, sizes.values())) not in (1, asked.world_size):

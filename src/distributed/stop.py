@@ -25,9 +25,8 @@ class HostSums:
     """
 
     def __init__(self, accelerator: Accelerator, timeout_minutes: float) -> None:
-        self.num_processes = accelerator.num_processes
         self._group: Any = None
-        if self.num_processes > 1:
+        if accelerator.num_processes > 1:
             timeout = timedelta(minutes=timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
@@ -55,7 +54,7 @@ class StopSignal:
         """Carries the request to all processes: neither they nor the loop wait for the device."""
         self._max_hours = config.max_hours
         self._deadline = psutil.Process().create_time() + (config.max_hours or math.inf) * 3600
-        self._calls, self._calls_per_reduction, self._reduced = 0, 1, 0.0
+        self._begin()
 
     @property
     def reason(self) -> str | None:
@@ -68,15 +67,12 @@ class StopSignal:
         return self.reason is not None
 
     def any_requested(self) -> bool:
-        """Return whether any process was asked to stop: the same answer on all, which must call this equally often.
-        Collective."""
-        self._calls += 1
-        if self._calls % self._calls_per_reduction:
-            return False
-        sums = self.sums.begin({"requests": float(self.requested), "seconds": time.monotonic() - self._reduced})()
-        # An all-reduce takes 0.6 ms, as long as a small batch. So double the calls between two of them as long as these
-        # take less than a second, and start over at one otherwise. The seconds are summed so that all decide alike.
-        is_soon = sums["seconds"] < self.sums.num_processes
-        self._calls_per_reduction = 2 * self._calls_per_reduction if is_soon else 1
-        self._reduced = time.monotonic()
-        return sums["requests"] > 0
+        """Return whether any process was asked to stop before the last call: the same answer on all, which must call
+        this equally often. Collective."""
+        # An all-reduce takes 0.6 ms, as long as a small batch: it goes on while the batch after this call is computed.
+        requests = self._summed()["requests"]
+        self._begin()
+        return requests > 0
+
+    def _begin(self) -> None:
+        self._summed = self.sums.begin({"requests": float(self.requested)})

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from src.config.errors import UserError, cause
+from src.config.errors import explained
 from src.tasks import load_metric
 from src.tasks.base import PICTURE, Counts, Metrics, Tables, Task, Tensors
 from src.tasks.mnist_settings import MnistSettings
@@ -93,21 +93,18 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
     """Return MNIST's training and test sets, which torchvision reads from `data_dir` or downloads into it."""
     # imported here: the bundled digits need no torchvision, and one that doesn't match torch cannot be imported
     dataset = resolve_name("torchvision.datasets:MNIST")
-    parts = []
-    for is_train in (True, False):
-        try:
+    hint = "delete what is there, set --task.data_dir, or use the bundled digits: --task.source=digits"
+
+    def read(is_train: bool) -> Digits:
+        # a damaged file can raise nearly anything
+        with explained(f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "):
             with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
                 part = dataset(data_dir, train=is_train, download=True)
             if part.data.shape != (len(part.targets), 28, 28):
                 raise ValueError("there must be as many labels as images of 28 x 28 pixels")
-        except Exception as error:  # a damaged file can raise nearly anything
-            raise UserError(
-                f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({cause(error)}): delete what "
-                f"is there, set --task.data_dir, or use the bundled digits: --task.source=digits"
-            ) from error
-        parts.append(Digits(part.data, part.targets))
-    train, test = parts
-    return train, test
+        return Digits(part.data, part.targets)
+
+    return read(True), read(False)
 
 
 def bundled_digits() -> tuple[Digits, Digits]:

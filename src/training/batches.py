@@ -107,9 +107,7 @@ def epoch_order(run: Run, epoch: int, done: int) -> Indices:
 def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
     """Return this process's micro-batches for each optimizer step after step `first`, up to and including step `last`
     (None: the run's last one). Nothing is replayed."""
-    if last is None:
-        last = run.total_steps
-    return _on_device(run, _training_steps(run, first, last))
+    return _on_device(run, _training_steps(run, first, run.total_steps if last is None else last))
 
 
 def _training_steps(run: Run, first: int, last: int) -> Steps:
@@ -234,13 +232,7 @@ def _load(
     epoch: int = 0,
 ) -> Steps:
     config = run.config
-    sampler = ShardedBatchSampler(
-        order,
-        global_batch_size,
-        micro_batch_size,
-        run.data_rank,
-        run.data_size,
-    )
+    sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.data_rank, run.data_size)
     # no DataLoader: its overhead per batch takes as long as a small model's step
     batches: Iterator[Any] = (fetch_batch(config.task, dataset, indices) for indices in sampler)
     if config.num_workers > 0:

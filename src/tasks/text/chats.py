@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -17,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, explained, listed
 from src.config.terminal import is_first, say
 from src.tasks.base import Metrics, Table, Tables
 from src.tasks.text.reading import as_json
@@ -61,11 +60,10 @@ class ChatEncoder:
             raise ValueError("is not a list of messages")
         chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
         known = role_names(self.template)
-        counts = Counter(message["role"] for message in chat if message["role"] not in known)
-        if counts:
-            says = ", ".join(f"{count} of {role}" for role, count in counts.items())
+        if unknown := {message["role"] for message in chat} - known.keys():
+            usual = ", ".join(USUAL_ROLES)
             raise ValueError(
-                f"has turns of unknown roles, {says}: neither {', '.join(USUAL_ROLES)} nor in the chat template"
+                f"has turns of unknown roles, {listed(sorted(unknown))}: neither {usual} nor in the chat template"
             )
         return as_json([message | {"role": known[message["role"]]} for message in chat])
 

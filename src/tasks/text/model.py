@@ -60,6 +60,8 @@ from src.tasks.text.settings import DecoderSettings, Lora
 from src.tasks.text.streaming.stream import Stream
 from src.tasks.text.tokenizing import byte_tokenizer
 
+logging.set_verbosity_error()  # what is missing or does not fit is judged here
+
 
 def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **options: Any) -> Any:
     """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, except for a
@@ -193,7 +195,6 @@ def grow(model: PreTrainedModel, num_tokens: int) -> None:
 def load_exported(folder: Path, **options: Any) -> Any:
     """Return the language model that a run exported, fp32, with its adapters if it has any. Raise a UserError if there
     is none. `options` are for `from_pretrained`."""
-    logging.set_verbosity_error()  # what is missing is judged below
     logging.disable_progress_bar()
     auto: Any = AutoModelForCausalLM
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
@@ -239,7 +240,6 @@ def check_fit(
 def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     """Give a language model the tokenizer's special tokens, and also end generation where the chat template ends a
     turn: a base model, which stops only at the end of a text, would continue with the user's next turn."""
-    logging.set_verbosity_error()  # it would warn about what it changes
     align_special_tokens(model, tokenizer)
     generation, marks = model.generation_config, ends_of_turn(tokenizer)
     ends = end_tokens(generation)
@@ -430,7 +430,6 @@ class FineTuning(TextTask):
     def load_model(self) -> Any:
         """Return the pretrained transformers model, fp32. Raise a UserError if it cannot be found, is damaged, or is
         another kind of model."""
-        logging.set_verbosity_error()  # what is missing is judged below
         logging.disable_progress_bar()
         with loading("model", self.model):
             model, loaded = self.auto_class.from_pretrained(

@@ -1,17 +1,15 @@
 """The settings of text tasks: what to read, which model to train, and how. Checking them takes neither torch nor
 transformers."""
 
-import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
-from ruamel.yaml.error import YAMLError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from src.config.groups import Fraction
-from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings, read_yaml
+from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings
 from src.tasks.settings import TaskSettings
 from src.tasks.text.listing import KINDS, path_error
 
@@ -138,20 +136,10 @@ class TextSettings(TaskSettings):
             yield f"task.model={self.model}: holds adapters, not a model; {hint}"
 
 
-def typed(value: Any) -> Any:
-    """Parse values from the command line, which are text, as YAML."""
-    if isinstance(value, str):
-        with contextlib.suppress(YAMLError):
-            value = read_yaml(value)
-    if isinstance(value, dict):
-        return {name: typed(inner) for name, inner in value.items()}
-    return value
-
-
 class DecoderSettings(TextSettings):
     """Settings of a transformers decoder, from scratch or fine-tuned."""
 
-    architecture: Annotated[dict[str, Any], BeforeValidator(typed)] = {}
+    architecture: dict[str, Any] = {}
     """What to train from scratch, instead of task.model: model_type as transformers names it (llama, gpt2, qwen3, …),
     and any fields of its config."""
     tokenizer: str | None = None
