@@ -160,8 +160,8 @@ def measure_in_process(argv: list[str]) -> None:
 def measure(data_dir: Path, folder: Path) -> list[Comparison]:
     write_text(folder, SEQUENCES, LENGTH)
     images: dict[str, Any] = {"task.data_dir": data_dir, "global_batch_size": 64}
-    text: dict[str, Any] = {"config": PROJECT / "configs" / "pretrain.yaml", "task.dataset": folder / "data" / "train.txt"}
-    text |= {"task.eval_fraction": 0.5}
+    text: dict[str, Any] = {"config": PROJECT / "configs" / "pretrain.yaml", "task.eval_fraction": 0.5}
+    text |= {"task.dataset": folder / "data" / "train.txt"}
     cases: list[tuple[list[str], dict[str, Any], dict[str, float]]] = [
         (launch("cpu", 1, "fp32"), images, {"evaluation: MNIST CNN, fp32, plain loop": 1.2}),
         (launch("cpu", 1, "bf16"), images, {"evaluation: MNIST CNN, bf16, plain loop": 1.2}),
