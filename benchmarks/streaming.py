@@ -374,7 +374,7 @@ def shuffle(_: Path, large: Path, caches: Path) -> Measured:
         kept = stream.read_window(0)
         size = tracemalloc.get_traced_memory()[0] + pa.total_allocated_bytes() - before
         tracemalloc.stop()
-        print(f"window of {window}: {size / window:.0f} bytes a row, {len(kept.left)} chunks left; two are kept")
+        print(f"window of {window}: {size / window:.0f} bytes a row, {len(kept)} sequences; two are kept")
     yield from ()
 
 
