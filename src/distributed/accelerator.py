@@ -33,6 +33,7 @@ from torch.optim import SGD
 from src.config.config import Config
 from src.config.environment import LaunchEnvironment, processes
 from src.config.errors import UserError, explained, refuse
+from src.distributed.cpu import tune_for_cpu
 from src.distributed.launcher import Launcher, find_launcher, launch_errors, refuse_another_strategy
 from src.distributed.process import SIGNALS, exit_codes
 from src.tasks.base import ContextParallel
@@ -46,6 +47,11 @@ for harmless in (
 ):
     warnings.filterwarnings("ignore", harmless)
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+TUNERS: dict[str, Callable[[nn.Module, bool], list[str]]] = {
+    # (model, whether FSDP will shard it) -> what was done
+    "cpu": tune_for_cpu,  # room: cpu
+}
+"""By device type, a function that speeds up a model before it is wrapped or sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)

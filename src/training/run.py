@@ -16,13 +16,13 @@ from src.config.config import Config
 from src.config.errors import UserError, refuse
 from src.distributed.accelerator import (
     HALF_PRECISION,
+    TUNERS,
     Launch,
     context_parallel,
     local_main_process_first,
     machine_differences,
     prepare,
 )
-from src.distributed.cpu import tune_for_cpu  # room: cpu
 from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
 from src.tasks.task_checks import require_right
 from src.training.optim import Schedule
@@ -220,8 +220,8 @@ def new_model(config: Config, is_sharded: bool = False) -> tuple[nn.Module, dict
         set_seed(config.seed)  # build_empty_model may have consumed random numbers
         model = task.build_model()
     tuned = task.state.notes + [setting for setting in ("compile", "cuda_graphs") if getattr(config, setting)]
-    if task.state.device == "cpu":  # room: cpu
-        tuned += tune_for_cpu(model, is_sharded)
+    if task.state.device in TUNERS:
+        tuned += TUNERS[task.state.device](model, is_sharded)
     parameters = list(model.parameters())
     facts = {
         "parameters": sum(map(num_weights, parameters)),

@@ -220,9 +220,10 @@ def test_adapters_of_a_layer_that_is_tied_are_not_merged(models: Path) -> None:
 
 
 def test_fields_within_fields_are_numbers_too() -> None:
-    task: Any = run_settings(command(*NEW, write({}), "architecture.rope_parameters.rope_theta=1e4")).task
+    fields = ("architecture.rope_parameters.rope_theta=1e4", "architecture={rms_norm_eps: 1e-5}")
+    task: Any = run_settings(command(*NEW, write({}), *fields)).task
     assert task.architecture["rope_parameters"] == {"rope_theta": 1e4}
-    assert tiny.task(architecture="{rms_norm_eps: 1e-5}").architecture == {"rms_norm_eps": 1e-5}
+    assert task.architecture["rms_norm_eps"] == 1e-5
 
 
 def test_one_line_and_exit_code_2_under_fsdp(launch: Launch, tmp_path: Path) -> None:
