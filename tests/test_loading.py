@@ -65,6 +65,7 @@ def test_as_many_examples_are_evaluated_at_once_as_keep_a_layer_in_the_cache(cac
     device = torch.device("cpu")
     examples = torch.zeros(3, 4)
     run: Any = SimpleNamespace(config=config, task=task, model=model, eval_set=examples, device=device, data_size=1)
+    run.world_size = 1
     assert examples_at_once(run, cache) == at_once
 
 

@@ -1,5 +1,7 @@
 """Refuse and lock output folders: a run must not write into another run's folder, or one that is not writable."""
 
+import atexit
+import contextlib
 import fcntl
 import os
 import tempfile
@@ -114,6 +116,8 @@ def claim(folder: Path) -> None:
 def lock(folder: Path) -> None:
     """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
     after PATIENCE_SECONDS."""
+    if not folder.exists():
+        atexit.register(_delete_if_empty, folder)
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     for second in range(PATIENCE_SECONDS):
@@ -129,3 +133,9 @@ def lock(folder: Path) -> None:
             return
         time.sleep(1)
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
+
+
+def _delete_if_empty(folder: Path) -> None:
+    """Delete the empty folder that a refused run would leave behind."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()

@@ -20,6 +20,7 @@ from src.checkpoint.load import config_of, find_model, load_trained_model
 from src.config.config import Config
 from src.config.errors import UserError, refuse
 from src.config.settings import Settings, flatten, read_arguments, validate
+from src.distributed.accelerator import TUNERS
 from src.distributed.process import exit_codes
 from src.training.evaluation import evaluate_alone, metrics_of
 
@@ -43,7 +44,10 @@ def main(argv: list[str]) -> None:
     if output.exists():
         raise UserError(f"{output}: already exists; choose another file with --output")
     accelerator = Accelerator()
-    model = accelerator.prepare_model(load_trained_model(path, config), evaluation_mode=True).eval()
+    model = load_trained_model(path, config)
+    if tune := TUNERS.get(accelerator.device.type):
+        tune(model, False)  # as in training, or sums would be rounded in another order
+    model = accelerator.prepare_model(model, evaluation_mode=True).eval()
     _, dataset = task.build_datasets()
     loss, outputs = evaluate_alone(task, model, dataset, config.forward_batch_size(1), accelerator.device)
     print(json.dumps(metrics_of(task, loss, len(dataset), outputs), indent=2))

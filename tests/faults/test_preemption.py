@@ -55,9 +55,10 @@ def test_a_terminal_that_closes(tmp_path: Path) -> None:
         started.wait_until(lambda: record.exists() and record.read_bytes().count(b"\n") >= 5)
         os.close(ours)
         os.close(theirs)
-        started.wait_until(lambda: b"output" in (folder / "status.json").read_bytes())
+        logged = record.stat().st_size
+        started.wait_until(lambda: record.stat().st_size > 2 * logged)  # it goes on without a reader
         status = assert_preempted(started.send(signal.SIGHUP).ended())
-    assert (status["reason"], status["output"]) == ("SIGHUP", "nobody reads the output any more: see metrics.jsonl")
+    assert status["reason"] == "SIGHUP"
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, "done"), (signal.SIGTERM, "preempted")])
