@@ -19,7 +19,7 @@ from benchmarks.pairs import Comparison, load, save, table
 from benchmarks.runs import PROJECT
 
 QUESTIONS = (
-    *("startup", "loop", "mnist", "language", "chat", "context_parallel", "evaluation", "two_processes", "streaming"),
+    *("startup", "loop", "mnist", "language", "chat", "context_parallel", "evaluation", "two_processes"),
     *("checkpoints", "growth"),
 )
 RESULTS = Path(__file__).parent / "results.json"
