@@ -71,8 +71,8 @@ class Dropout(nn.Dropout):
 
 
 class Linear(nn.Linear):
-    """Multiply as nn.Linear does, but in fp32 by oneDNN, as a convolution of 1 x 1: for others torch has MKL, which
-    leaves half of AMD's AVX-512 unused.
+    """Multiply as nn.Linear does, but in fp32 through oneDNN, as a 1 x 1 convolution. For a plain product torch calls
+    MKL, which on AMD leaves half of each AVX-512 unit idle.
 
     On a core of a Zen 5, with the backward pass: 210 to 240 GFLOP/s instead of 100. On a Zen 4, whose units are half as
     wide, MKL is as fast.
@@ -80,7 +80,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product, shape (..., out_features), of `input`, shape (..., in_features)."""
-        is_small = input.numel() * self.out_features < FEWEST
+        is_small = input.numel() * self.out_features < MIN_MULTIPLICATIONS
         is_unit = type(self) is not Linear  # sharded by itself: FSDP's hooks are lost on the view returned below
         if is_small or is_unit or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
             return super().forward(input)
@@ -90,8 +90,8 @@ class Linear(nn.Linear):
         return products.permute(0, 2, 3, 1).reshape(*input.shape[:-1], self.out_features)
 
 
-FEWEST = 2**22
-"""Multiplications of a layer; with fewer, the time that Python adds exceeds the gain."""
+MIN_MULTIPLICATIONS = 2**22
+"""With fewer in a layer, the time that Python adds exceeds the gain."""
 FASTER: dict[type[nn.Module], type[nn.Module]] = {nn.Conv2d: Conv2d, nn.Dropout: Dropout}
 # among AMD's, Zen 5 is the first with this
 if (found := torch.cpu.get_capabilities()).get("avx512_vp2intersect") and "AMD" in found["cpu_name"]:

@@ -50,16 +50,16 @@ def grad_norm(accelerator: Accelerator, gradients: list[Tensor], scale: float) -
 def local_norm(gradients: list[Tensor]) -> Tensor:
     """Return the L2 norm of these gradients; shape (), float64 (on MPS float32)."""
     device = gradients[0].device
-    dtype = None
+    dtype = sum_dtype(device)
     if device.type == "cpu":
         # Of 28 million values, torch's norm in fp32 is off by 1.6e-3, and in float64 takes 25 times as long. Of pieces
         # it is nearly as fast, and off by 7e-8, less than fp32's rounding of one value.
-        gradients = [piece for g in gradients for piece in (g.flatten().split(PIECE) if g.numel() > PIECE else (g,))]
+        pieces = [piece for g in gradients for piece in (g.flatten().split(PIECE) if g.numel() > PIECE else (g,))]
+        norms = torch._foreach_norm(pieces)
     else:
-        dtype = sum_dtype(device)
-    # one kernel for all of them; separate norms would launch one per parameter
-    norms = torch._foreach_norm(gradients, 2, dtype=dtype)
-    return torch.linalg.vector_norm(torch.stack(norms), dtype=sum_dtype(device))
+        # one kernel for all of them; separate norms would launch one per parameter
+        norms = torch._foreach_norm(gradients, dtype=dtype)
+    return torch.linalg.vector_norm(torch.stack(norms), dtype=dtype)
 
 
 def scale_and_clip_(
