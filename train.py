@@ -150,9 +150,8 @@ def fit(run: Run) -> bool:
         checkpoints.close()
         if not is_stopping:
             with explaining_memory("export", run):
-                exported = export_model(run, tracker.tell)
-            parts.log(*tracker.log_report(exported))
-            parts.end(tracker.write_summary(exported.metrics, checkpoints.pause_seconds))
+                evaluated = export_model(run, tracker.tell)
+            parts.end(tracker.write_summary(evaluated, checkpoints.pause_seconds))
     return not is_stopping
 
 

@@ -46,7 +46,6 @@ CHATS = PROJECT / "examples/chats.jsonl"
 SETTINGS: dict[str, Any] = {
     "config": PROJECT / "configs/chat_lora.yaml",
     "task.dataset": CHATS,
-    "task.questions": "null",
     "max_steps": STEPS * (1 + ROUNDS),
     "eval_every": NEVER,
     "log_every": STEPS,

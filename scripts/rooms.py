@@ -27,8 +27,8 @@ FILES = {
     " benchmarks/streaming.py",
     "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
-    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/text.mk examples/topics"
-    " examples/weights.py examples/dpo.* examples/token_classification.*"
+    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/ask.py examples/text.mk"
+    " examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
     " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",

@@ -4,7 +4,6 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 from safetensors import SafetensorError
@@ -18,30 +17,15 @@ from src.config.config import Config
 from src.config.errors import RunError, explained
 from src.config.settings import write_yaml
 from src.config.terminal import say
-from src.tasks.base import Cards, Metrics, Tables, Task, Tensors
+from src.tasks.base import Cards, Metrics, Task, Tensors
 from src.training.run import Run
 
 
-class Exported(NamedTuple):
-    """The results of an exported model."""
-
-    metrics: Metrics
-    """Metrics from the evaluation of its weights and from the task's report."""
-    reported: Metrics
-    """Metrics from the task's report alone."""
-    tables: Tables
-    """Tables from the task's report."""
-
-
-def export_model(run: Run, say: Callable[[str], None]) -> Exported:
+def export_model(run: Run, say: Callable[[str], None]) -> Metrics:
     """Write the last or, with export_best, the best weights and a model card into the folder `model`, replacing an
-    earlier export. Collective: under FSDP each process has a shard."""
+    earlier export. Return the evaluation of these weights. Collective: under FSDP each process has a shard."""
     evaluated = _load_best(run, say) if run.config.checkpoint.export_best else run.progress.evaluation
     run.model.eval()
-    found, tables = run.task.report(run.model, run.device)
-    reported = {f"eval/{name}": value for name, value in found.items()}
-    exported = Exported(evaluated | reported, reported, tables)
-
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
     with replacing(folder) if run.is_main else contextlib.nullcontext(incomplete_path(folder.resolve())) as incomplete:
         accelerator.wait_for_everyone()
@@ -52,8 +36,8 @@ def export_model(run: Run, say: Callable[[str], None]) -> Exported:
                 cards = export_weights(run.task, model, weights, incomplete)
         if run.is_main:
             assert cards is not None
-            write_cards(run.config, cards, exported.metrics, incomplete)
-    return exported
+            write_cards(run.config, cards, evaluated, incomplete)
+    return evaluated
 
 
 def _load_best(run: Run, say: Callable[[str], None]) -> Metrics:

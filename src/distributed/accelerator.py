@@ -235,7 +235,7 @@ def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     if not accelerator.is_fsdp2:
         return accelerator.prepare(model)
     if accelerator.parallelism_config:
-        # else its hooks drop attention masks, even for generation: see tests/test_canaries.py
+        # else its hooks drop attention masks and refuse sliding windows: see tests/test_canaries.py
         accelerator.parallelism_config.cp_size = 1
     blocks = "_no_split_modules (a list of class names), or fsdp_transformer_layer_cls_to_wrap in the yaml"
     with explained(f"{blocks}: ", ValueError):  # a class that the model does not have

@@ -218,11 +218,6 @@ class Task(TaskSettings):
         `model` is as `build_model` returned it, or sharded. Don't wait for the device."""
         return 0.0
 
-    def report(self, model: Any, device: torch.device) -> tuple[Metrics, Tables]:
-        """Return metrics and tables, by name, that need the trained model, such as what it generates. Called once,
-        after the last evaluation. Every process must call the model, on `device`, the same number of times."""
-        return {}, {}
-
     def build_skeleton(self) -> nn.Module:
         """Return the model with parameters on the meta device, reading no weights, to plan a run. Raise a UserError if
         it cannot be built that way."""

@@ -48,7 +48,7 @@ class LoggedRun:
         """The last step, the metrics of the exported model or else of the last evaluation, and the tables of that."""
         for entry in filter(None, read_lines(folder / "metrics.jsonl")):
             self.step = entry["step"]
-            if "eval/loss" in entry:  # unlike an entry of Task.report, which belongs to the evaluation before it
+            if "eval/loss" in entry:
                 self.results, self.tables = {}, {}
             for name, value in entry.items():
                 if isinstance(value, list):

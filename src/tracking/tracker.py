@@ -9,7 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from src.checkpoint.export import Exported
 from src.checkpoint.files import parent_checkpoint, saved_settings, write_json, write_text
 from src.checkpoint.status import write_status, write_stopped, write_unfinished
 from src.config.errors import naming
@@ -114,10 +113,6 @@ class Tracker:
         logged = self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
         self.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
         return logged
-
-    def log_report(self, exported: Exported) -> Logged:
-        """Log what Task.report returned, if anything."""
-        return self._log(exported.reported, exported.tables) if exported.reported or exported.tables else ({}, {})
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves so that the log can continue from there."""

@@ -77,7 +77,7 @@ FOUR_BITS = (
 )  # fmt: skip
 CHAT = (
     "--task.name=causal_lm", f"--config={PROJECT}/configs/chat_lora.yaml", f"--task.model={SMOLLM2}",
-    "--task.questions=null", "--max_steps=10", "--save_every=5", "--log_every=1", "--global_batch_size=2",
+    "--max_steps=10", "--save_every=5", "--log_every=1", "--global_batch_size=2",
     "--task.sequence_length=96", "--task.lora.merge=true", "--optim.warmup_steps=0", "--optim.schedule=constant",
 )  # fmt: skip
 """Ten steps as `make chat` takes them, on fewer tokens."""

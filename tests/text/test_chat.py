@@ -17,15 +17,15 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples import weights
+from examples import ask, weights
+from examples.ask import MOST_TOKENS, Question
 from examples.weights import WEIGHTS, find
 from src.checkpoint.export import push_to_hub
 from src.config.errors import RunError, UserError
 from src.tasks.text import files
-from src.tasks.text.chats import MOST_TOKENS, Question
 from src.tasks.text.meta_loading import weight_files
 from src.tools.generate import main  # room: tools
-from tests.launching import BIN, PROJECT, Launch, Whole, mistakes, slow
+from tests.launching import BIN, PROJECT, Launch, Whole, mistakes
 from tests.text import tiny
 from tests.text.hub import serving
 from tests.text.tasks import EARLY
@@ -82,12 +82,13 @@ def test_a_model_from_the_hub_is_tuned_and_asked(  # room: tools
     with serving({NAME: untrained(tmp_path / "model")}, tmp_path / "home") as before:
         run = launch("cpu", config, *few, before=before).succeeded()
     assert "of them trained" in run.stdout
-    assert re.search(r"answers with the right facts: \d+ of 40 before, \d+ of 40 after", run.stdout)
     assert json.loads((run.folder / "model/adapter_config.json").read_text())["base_model_name_or_path"] == NAME
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "home/hub"))
-    (record,) = (record for record in run.records if "eval/answers" in record)
-    question = record["eval/answers"][0]
+    ask.main([str(run.folder), f"{PROJECT}/examples/chats_eval.jsonl"])
+    says = r"answers with the right facts: \d+ of 40 before, \d+ of 40 after\n  answers    .*/answers.jsonl\n"
+    assert re.fullmatch(says, capsys.readouterr().out)
+    question = json.loads((run.folder / "answers.jsonl").read_text().splitlines()[0])
     main([str(run.folder), f"--prompt={question['question']}", "--temperature=0", "--max_new_tokens=64"])
     assert capsys.readouterr().out == question["after"] + "\n"
 
@@ -154,13 +155,10 @@ QUESTIONS = [("What is the?", ["the"]), ("And of?", ["of", "IT"]), ("A much long
 
 
 @pytest.fixture(scope="module")
-def arguments(made: Path) -> tuple[str, ...]:
+def asked(made: Path) -> Path:
     file = made / "asked.jsonl"
     file.write_bytes(tiny.content(file.name, [{"question": q, "facts": facts} for q, facts in QUESTIONS]))
-    data = (f"--task.dataset={made}/questions.jsonl", "--task.sequence_length=128")
-    model = (f"--task.model={made}/models/llama", "--task.lora.r=4")
-    few = (*EARLY, "--optim.lr=3e-2", "--max_steps=4")
-    return ("--task.name=causal_lm", *data, *model, f"--task.questions={file}", *few)
+    return file
 
 
 def greedy(model: Any, tokenizer: Any, question: str) -> str:
@@ -171,29 +169,36 @@ def greedy(model: Any, tokenizer: Any, question: str) -> str:
     return tokenizer.decode(tokens[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(
-    "yaml", ["fsdp", *map(slow, ("cpu", "ddp", "fsdp_cp", "fsdp_grad_op", "fsdp_offload", "hsdp"))]
-)
-def test_answers_are_those_of_transformers(whole: Whole, arguments: tuple[str, ...], made: Path, yaml: str) -> None:
-    """Asked together, to any number of processes. Tried with padding on the right, and with the adapters on twice."""
-    run = whole(yaml, *arguments)
+def test_answers_are_those_of_transformers(
+    whole: Whole, made: Path, asked: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked together. Tried with padding on the right, and with the adapters on twice."""
+    data = ("--task.name=causal_lm", f"--task.dataset={made}/questions.jsonl", "--task.sequence_length=128")
+    model = (f"--task.model={made}/models/llama", "--task.lora.r=4")
+    run = whole("cpu", *data, *model, *EARLY, "--optim.lr=3e-2", "--max_steps=4")
+    ask.main([str(run.folder), str(asked)])
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
     auto: Any = AutoModelForCausalLM
     base = auto.from_pretrained(made / "models/llama")
     before = [greedy(base, tokenizer, question) for question, _ in QUESTIONS]
     tuned = PeftModel.from_pretrained(base, run.folder / "model")
     after = [greedy(tuned, tokenizer, question) for question, _ in QUESTIONS]
-    ((step, rows),) = ((record["step"], record["eval/answers"]) for record in run.records if "eval/answers" in record)
-    assert step == 4
-    assert [row["question"] for row in rows] == [question for question, _ in QUESTIONS]
-    assert [row["facts"] for row in rows] == ["the", "of, IT", "e"]
-    assert [row["before"] for row in rows] == before
-    assert [row["after"] for row in rows] == after
+    answers = [json.loads(line) for line in (run.folder / "answers.jsonl").read_text().splitlines()]
+    assert [(row["question"], row["facts"]) for row in answers] == QUESTIONS
+    assert [row["before"] for row in answers] == before
+    assert [row["after"] for row in answers] == after
     assert before != after
-    right = {when: sum(row[f"right {when}"] for row in rows) for when in ("before", "after")}
-    assert f"answers with the right facts: {right['before']} of 3 before, {right['after']} of 3 after" in run.stdout
-    for when, number in right.items():
-        assert run.summary[f"eval/right_answers_{when}"] == pytest.approx(number / 3)
+    right = {when: sum(row[f"right {when}"] for row in answers) for when in ("before", "after")}
+    says = f"answers with the right facts: {right['before']} of 3 before, {right['after']} of 3 after\n"
+    assert says in capsys.readouterr().out
+
+
+def test_a_model_without_adapters_answers_once(
+    made: Path, asked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").symlink_to(made / "models/llama")
+    ask.main([str(tmp_path), str(asked)])
+    assert re.match(r"answers with the right facts: \d of 3 after\n", capsys.readouterr().out)
 
 
 def test_an_answer_is_right_if_it_has_all_the_facts() -> None:
@@ -204,7 +209,7 @@ def test_an_answer_is_right_if_it_has_all_the_facts() -> None:
     assert not asked.is_right("It is `save_every`.")
 
 
-def test_what_are_no_questions_is_named_before_training(made: Path) -> None:
+def test_what_cannot_be_asked_is_one_line(tmp_path: Path, asked: Path) -> None:
     good = '{"question": "Which?", "facts": ["a"]}\n'
     for file, content, says in (
         ("no facts.jsonl", good + '{"question": "Which?", "facts": []}', "line 2: .*facts"),
@@ -212,9 +217,10 @@ def test_what_are_no_questions_is_named_before_training(made: Path) -> None:
         ("empty.jsonl", "", "it is empty"),
     ):
         tiny.write({file: content})
-        task = tiny.task(model=f"{made}/models/llama", dataset=f"{made}/questions.jsonl", questions=file)
-        with pytest.raises(UserError, match=f"^task.questions={file}.*{says}[^\\n]*$"):
-            task.build_datasets()
+        with pytest.raises(UserError, match=f"^{file}.*{says}[^\\n]*$"):
+            ask.main([str(tmp_path), file])
+    with pytest.raises(UserError, match=f"^{tmp_path}/model: not a language model: [^\\n]*$"):
+        ask.main([str(tmp_path), str(asked)])
 
 
 def test_a_fetched_model_is_found(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
-from src.tasks.base import Counts, Table, Tensors
-from src.tasks.text.chats import CHATML, ChatEncoder, Question, as_tools, ask, ends_of_turn, read_questions
+from src.tasks.base import Counts, Tensors
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn
 from src.tasks.text.context_parallel import own_part, register, require_known_positions
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
 from src.tasks.text.model import (
@@ -26,7 +26,6 @@ from src.tasks.text.model import (
     keep_layout,
     load_exported,
     loading_options,
-    set_ends,
 )
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.reading import Encoders, as_is, as_text
@@ -47,7 +46,6 @@ class CausalLM(CausalLMSettings, Decoder):
     splits_sequences: ClassVar[bool] = True
     core_name: ClassVar[str] = "lm"
     _columns: Columns = PrivateAttr(default_factory=dict)
-    _questions: list[Question] = PrivateAttr(default_factory=list)
 
     def _choose_attention(self) -> str:
         """Return the name of the attention that suits the device and the data, and note it. Raise a UserError if
@@ -83,7 +81,6 @@ class CausalLM(CausalLMSettings, Decoder):
     def finish(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing)
         attention = self._choose_attention()
-        set_ends(model, self._tokenizer)  # for generating answers to questions
         return LanguageModel(self.with_adapters(model), attention)
 
     def num_new_tokens(self) -> int:
@@ -118,7 +115,6 @@ class CausalLM(CausalLMSettings, Decoder):
             hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
             raise UserError(f"the tokenizer has no chat template: {hint}")
         self.check_config()
-        self._questions = self._read_questions()
         if self.is_streamed:  # room: streaming
             return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
@@ -151,18 +147,6 @@ class CausalLM(CausalLMSettings, Decoder):
         if not self.streaming:  # loaded rows are encoded already
             columns = dict.fromkeys(columns, as_is)
         return build_stream(self, rows, columns, self._chunker, capacity)
-
-    def _read_questions(self) -> list[Question]:
-        if not self.questions:
-            return []
-        if not self._tokenizer.chat_template:
-            raise UserError("task.questions: the tokenizer has no chat template; set --task.chat_template")
-        return read_questions(self.questions, self._tokenizer)
-
-    def report(self, model: Any, device: torch.device) -> tuple[dict[str, float], dict[str, Table]]:
-        if not self._questions:
-            return super().report(model, device)
-        return ask(model, self._tokenizer, self._questions, device, bool(self.lora.r))
 
     def fingerprint(self, dataset: Sequences) -> str:
         return dataset.fingerprint()

@@ -7,7 +7,7 @@ for documents of any length needs none. The attention functions here take the en
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -269,7 +269,6 @@ class LanguageModel(nn.Module):
         used = {*self.hf.get_decoder().parameters(), *head.parameters()}
         for parameter in {*self.hf.parameters()} - used:  # such as a vision tower: DDP would wait for its gradients
             parameter.requires_grad_(False)
-        self._attention = attention
         self._takes_lengths = attention != "sdpa"
         if self._takes_lengths:
             self.hf.set_attn_implementation(attention)
@@ -292,7 +291,7 @@ class LanguageModel(nn.Module):
         """Return the last layer, to be gathered with the norm before it."""
         return None if self._has_tied_rows else self.hf.get_output_embeddings()
 
-    def forward(self, method: Literal["loss", "score", "generate"], **inputs: Any) -> Any:
+    def forward(self, method: Literal["loss", "score"], **inputs: Any) -> Any:
         """Call the method of this name: FSDP gathers weights, and Accelerate casts, only around `forward`."""
         return getattr(self, f"_{method}")(**inputs)
 
@@ -320,17 +319,6 @@ class LanguageModel(nn.Module):
             losses.append(F.cross_entropy(logits, expected, reduction="none"))
             correct.append((logits.argmax(-1) == expected).float())
         return torch.cat(losses), torch.cat(correct)
-
-    def _generate(self, with_adapters: bool, **options: Any) -> Tensor:
-        """Return what transformers' `generate` returns for these options, with the model's adapters or without."""
-        if self._takes_lengths:  # of documents, which generation does not have
-            self.hf.set_attn_implementation("sdpa")
-        adapters = nullcontext() if with_adapters else self.lm.disable_adapter()
-        with adapters, torch.compiler.set_stance("force_eager"):  # each length would be compiled anew
-            tokens = self.lm.generate(**options)
-        if self._takes_lengths:
-            self.hf.set_attn_implementation(self._attention)
-        return tokens
 
     def logits(self, **inputs: Any) -> Tensor:
         """Return the logits of all tokens.

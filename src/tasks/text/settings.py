@@ -181,9 +181,6 @@ class CausalLMSettings(DecoderSettings):
     truncated."""
     packing: bool = True
     """Pack several short documents into one sequence. They don't see each other."""
-    questions: ResumeSafe[str | None] = None
-    """A .jsonl file of questions, each with the facts that a right answer contains, word for word: {"question": "Which
-    flag …?", "facts": ["--check"]}. They are asked at the end, with and without the adapters."""
     attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
     """How packed documents are kept apart. sdpa: by a mask. auto: by torch's varlen kernel, which needs no mask, in
     half precision on a GPU if the model supports it; otherwise by a mask."""
