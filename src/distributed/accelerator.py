@@ -222,6 +222,8 @@ def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
     yield
     if accelerator.is_local_main_process:
         torch.distributed.barrier(patient)
+    accelerator.wait_for_everyone()  # in the group that is left, so that nobody is waiting in the other one
+    torch.distributed.destroy_process_group(patient)
 
 
 def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:

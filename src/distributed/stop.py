@@ -20,20 +20,22 @@ Sums = dict[str, float]
 class HostSums:
     """All-reduces numbers that the host needs while the device works.
 
-    They go through a gloo group of their own: NCCL would queue them behind the device's work, and reading them would
-    make the host wait for all of it.
+    They go through gloo: NCCL would queue them behind the device's work, and reading them would make the host wait for
+    all of it.
     """
 
     def __init__(self, accelerator: Accelerator, timeout_minutes: float) -> None:
-        self._group: Any = None
-        if accelerator.num_processes > 1:
+        self._is_alone = accelerator.num_processes == 1
+        self._group: Any = None  # the default one
+        # on a CPU that is gloo's already: each group has a thread that wakes up every 10 ms, also if it has no work
+        if accelerator.device.type != "cpu" and not self._is_alone:
             timeout = timedelta(minutes=timeout_minutes)
             self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
     def begin(self, values: Sums) -> Callable[[], Sums]:
         """Begin to sum the values, whose names are the same on all processes. Return a function that waits for the
         sums. Collective."""
-        if self._group is None:
+        if self._is_alone:
             return lambda: values
         sums = torch.tensor([*values.values()], dtype=torch.float64)
         work = torch.distributed.all_reduce(sums, group=self._group, async_op=True)
