@@ -19,6 +19,7 @@ import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -71,7 +72,8 @@ class Peer:
             file.write(json.dumps({"train/loss": loss, "time": time.time(), "peak": peak}) + "\n")
 
     def finish(self, steps: int) -> None:
-        """Write work.json."""
+        """Write work.json. Make sure that the model was sharded if it should have been."""
+        assert all(isinstance(p, DTensor) == is_sharded() for p in self.model.parameters())
         work = {
             "parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             "steps": steps,
@@ -111,6 +113,8 @@ def train_by_trainer(peer: Peer) -> None:
         disable_tqdm=True,
         seed=SEED,
     )
+    assert arguments.device.type == ("cuda" if plan.is_cuda else "cpu")
+    sharded_on_cpu()  # once more, as finding out the device has made Accelerate forget it
     trainer = transformers.Trainer(peer.model, arguments, train_dataset=peer.dataset, callbacks=[Record()])
     trainer.train()
     peer.finish(trainer.state.global_step)
@@ -146,9 +150,14 @@ def train_by_plain_loop(peer: Peer) -> None:
     peer.finish(len(loader) // passes)
 
 
+def is_sharded() -> bool:
+    """Return whether the launcher asks for FSDP."""
+    return "ACCELERATE_USE_FSDP" in os.environ
+
+
 def sharded_on_cpu() -> None:
     """Let Accelerate shard on a CPU: it only does for what looks like a GPU job."""
-    if os.environ.get("ACCELERATE_USE_FSDP"):
+    if is_sharded():
         PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
