@@ -11,7 +11,8 @@ asked: a step of the MLP takes a third of a millisecond.
 - record: an evaluation every 40 steps, a line in metrics.jsonl every 20, a save every 1,000; at 6 thousand steps (300
   lines, 150 evaluations, which each checkpoint keeps), against 60 thousand.
 - kept: 2 and 20 checkpoints are kept, one is saved every 200 steps.
-- processes: 1 and 4 (ddp.yaml, gloo), of the MNIST CNN with 64 images each.
+- processes: 1 and 4 (ddp.yaml, gloo), of the MNIST CNN with 64 images each. A single process exchanges no gradients,
+  so the same is asked of plain DDP (two_processes.py), and its growth compared with ours.
 - long: 200,000 steps of one run, with an evaluation every 5,000 and a save every 10,000: its last tenth against the
   second tenth of a run like it, in turn, so that the machine's own drift doesn't count. It prints each tenth too.
 """
@@ -30,6 +31,7 @@ from benchmarks import pairs
 from benchmarks.loop import BATCH, SETTINGS, Mlp
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import CNN, NEVER, Side, arguments, running, train_py, write_images
+from benchmarks.two_processes import INTERVAL, plain_ddp
 from src.tasks import TASKS
 from src.tasks.base import Tables, Tensors
 from src.tasks.mnist import Digits
@@ -39,6 +41,7 @@ ROUNDS, TURN = 5, 4_000
 EXAMPLES, BYTES_PER_EXAMPLE = 200 * BATCH, 4 * 32 + 8
 LONG = 200_000
 TARGET, DRIFT = 1.05, 1.02
+LAUNCHERS = {"accelerate.commands.launch", "torch.distributed.run"}
 
 
 class Vectors(Mlp):
@@ -62,8 +65,8 @@ class Vectors(Mlp):
 class Watched(Side):
     """A side of which CPU seconds and memory are known. `steps` is the length of a turn."""
 
-    def __init__(self, command: list[str], folder: Path, steps: int, log_every: int, processes: int = 1) -> None:
-        super().__init__(command, folder, every=steps // log_every)
+    def __init__(self, side: Side, steps: int, processes: int = 1) -> None:
+        super().__init__(side.command, side.folder, ends=side.ends, every=side.every, file=side.file)
         self.steps, self.processes = steps, processes
 
     @property
@@ -75,7 +78,7 @@ class Watched(Side):
         for member in family:
             with suppress(psutil.Error):  # it has just ended
                 words = member.cmdline()
-                if "--output_dir=run" in words and "accelerate.commands.launch" not in words:
+                if "--output_dir=run" in words and not LAUNCHERS & {*words}:
                     trainers.append(member)
         assert len(trainers) == self.processes, trainers
         return trainers
@@ -102,7 +105,7 @@ def vectors(folder: Path, steps: int = TURN, **settings: Any) -> Watched:
     words = SETTINGS | {"task.name": "vectors", "epochs": "null", "max_steps": NEVER, "log_every": log_every}
     named = {name.replace("__", "."): value for name, value in settings.items()}
     command = [sys.executable, "-m", "benchmarks.growth", "train", *arguments(words | named)]
-    return Watched(command, folder, steps, log_every)
+    return Watched(Side(command, folder, every=steps // log_every), steps)
 
 
 def compare(
@@ -149,19 +152,24 @@ def kept(folder: Path) -> Iterator[Comparison]:
 
 
 def processes(folder: Path) -> Iterator[Comparison]:
-    write_images(folder / "images", 6_000)
-    settings = CNN | {"task.data_dir": folder / "images", "max_steps": NEVER, "epochs": "null", "log_every": 10}
-    small, large = (
-        Watched(
-            train_py(settings | {"global_batch_size": BATCH * n}, "ddp" if n > 1 else "cpu", n),
-            folder / f"{n}",
-            steps=20,
-            log_every=10,
-            processes=n,
-        )
-        for n in (1, 4)
+    write_images(folder / "images", 4 * BATCH * INTERVAL * (2 + ROUNDS))
+    settings = CNN | {"task.data_dir": folder / "images", "task.dropout": 0, "log_every": INTERVAL}
+    sides = []
+    for n in (1, 4):
+        own = settings | {"global_batch_size": BATCH * n}
+        ours = Side(train_py(own, "ddp" if n > 1 else "cpu", n), folder / f"{n}")
+        sides += [Watched(side, INTERVAL, n) for side in (ours, plain_ddp(own, folder / f"plain {n}", n))]
+    with running(*sides):
+        for side in sides:
+            side.start()
+            side.turn()
+        small, plain_small, large, plain_large = in_turn(ROUNDS, *(side.measured_turn for side in sides))
+    yield from rows("4x the processes", large, small, TARGET)
+    growth, plain_growth = (
+        [many / one for (many, _), (one, _) in zip(*turns, strict=True)]
+        for turns in ((large, small), (plain_large, plain_small))
     )
-    yield from compare("4x the processes", small, large)
+    yield Comparison("growth with 4x the processes, plain DDP", "times", growth, plain_growth, TARGET, is_gain=False)
 
 
 def long(folder: Path) -> Iterator[Comparison]:

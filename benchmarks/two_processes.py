@@ -41,8 +41,13 @@ from train import run_settings
 INTERVAL, ROUNDS, BATCH = 40, 10, 64
 STEPS = INTERVAL * (1 + ROUNDS)
 FSDP_ROUNDS = 10
-PLAIN_DDP = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-PLAIN_DDP += ["-m", "benchmarks.two_processes", "by_hand"]
+
+
+def plain_ddp(settings: dict[str, Any], folder: Path, processes: int) -> Side:
+    """Return plain DDP, whose turns are intervals."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += ["-m", "benchmarks.two_processes", "by_hand", *arguments(settings)]
+    return Side(command, folder, ends=r"^loss (.*)$", file="log")
 
 
 def by_hand(argv: list[str]) -> None:
@@ -56,11 +61,11 @@ def by_hand(argv: list[str]) -> None:
     parameters = list(model.parameters())
     (optimizer,) = build_optimizers(config.optim, model)
     schedule = Schedule(config.schedule_steps(len(examples)), config.steps_per_epoch(len(examples)))
-    loss_sum = torch.zeros(())
+    loss_sum, batch = torch.zeros(()), config.global_batch_size
     model.train()
     for step, indices in zip(range(STEPS), own_indices(config, examples, 0, rank, world_size), strict=False):
         loss = config.task.loss(model, fetch_batch(config.task, examples, list(indices)))
-        (loss * (world_size / BATCH)).backward()
+        (loss * (world_size / batch)).backward()
         loss_sum += loss.detach()
         norm = nn.utils.clip_grad_norm_(parameters, math.inf)
         set_lr([optimizer], lr_at(step, config.optim, *schedule))
@@ -70,7 +75,7 @@ def by_hand(argv: list[str]) -> None:
         if (step + 1) % INTERVAL == 0:
             dist.all_reduce(loss_sum)
             if rank == 0:
-                print(f"loss {loss_sum.item() / BATCH / INTERVAL}", flush=True)
+                print(f"loss {loss_sum.item() / batch / INTERVAL}", flush=True)
             loss_sum.zero_()
     dist.barrier()
     dist.destroy_process_group()
@@ -81,7 +86,7 @@ def compare_ddp(folder: Path) -> Comparison:
     settings |= {"global_batch_size": BATCH, "max_steps": STEPS, "log_every": INTERVAL}
     write_images(folder / "data", STEPS * BATCH)
     ours = Side(train_py(settings, "ddp", 2, "fp32"), folder / "ours")
-    theirs = Side([*PLAIN_DDP, *arguments(settings)], folder / "theirs", ends=r"^loss (.*)$", file="log")
+    theirs = plain_ddp(settings, folder / "theirs", 2)
     turns = take_turns(ROUNDS, [ours, theirs])
     off = drift(ours.values[:1], theirs.values[:1])
     assert off < 1e-5, f"other losses: {ours.values}, {theirs.values}"
