@@ -61,11 +61,12 @@ def by_hand(argv: list[str]) -> None:
     parameters = list(model.parameters())
     (optimizer,) = build_optimizers(config.optim, model)
     schedule = Schedule(config.schedule_steps(len(examples)), config.steps_per_epoch(len(examples)))
-    loss_sum, batch = torch.zeros(()), config.global_batch_size
+    loss_sum = torch.zeros(())
+    global_batch_size = config.global_batch_size
     model.train()
     for step, indices in zip(range(STEPS), own_indices(config, examples, 0, rank, world_size), strict=False):
         loss = config.task.loss(model, fetch_batch(config.task, examples, list(indices)))
-        (loss * (world_size / batch)).backward()
+        (loss * (world_size / global_batch_size)).backward()
         loss_sum += loss.detach()
         norm = nn.utils.clip_grad_norm_(parameters, math.inf)
         set_lr([optimizer], lr_at(step, config.optim, *schedule))
@@ -75,7 +76,7 @@ def by_hand(argv: list[str]) -> None:
         if (step + 1) % INTERVAL == 0:
             dist.all_reduce(loss_sum)
             if rank == 0:
-                print(f"loss {loss_sum.item() / batch / INTERVAL}", flush=True)
+                print(f"loss {loss_sum.item() / global_batch_size / INTERVAL}", flush=True)
             loss_sum.zero_()
     dist.barrier()
     dist.destroy_process_group()

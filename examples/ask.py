@@ -86,9 +86,9 @@ def main(argv: list[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows: list[dict[str, Any]] = [question.model_dump() for question in questions]
     # before training, that is, without the adapters; a model that was trained as a whole has no way back
-    weights = {"before": model.disable_adapter()} if hasattr(model, "disable_adapter") else {}
+    contexts = {"before": model.disable_adapter()} if hasattr(model, "disable_adapter") else {}
     counts = []
-    for when, context in (weights | {"after": nullcontext()}).items():
+    for when, context in (contexts | {"after": nullcontext()}).items():
         with context:
             found = answers(model, tokenizer, [question.question for question in questions])
         right = [question.is_right(answer) for question, answer in zip(questions, found, strict=True)]
