@@ -14,7 +14,7 @@ of predictions and labels and `add_batch` of the metric in each batch. Ours is o
 metric at the end, and, unlike theirs, a loss that counts no example twice. With a linear model too, which shows the
 loops themselves, as a GPU would.
 
-Asserted: as many right answers, within 0.1% of the examples (bf16: 0.5%).
+Asserted: as many right answers, within 0.1% of the examples (bf16: 0.5%). bf16 is left out where the CPU has none.
 """
 
 import json
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from benchmarks import mnist_peer, pairs
 from benchmarks.language import write_text
 from benchmarks.pairs import Comparison, in_turn
-from benchmarks.runs import PROJECT, Side, arguments, launch
+from benchmarks.runs import PROJECT, Side, arguments, has_bf16, launch
 from src.distributed.accelerator import prepare
 from src.distributed.stop import StopSignal
 from src.tasks.metrics import Accuracy
@@ -174,6 +174,8 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
     ]
     rows = []
     for number, (command, settings, questions) in enumerate(cases):
+        if "--mixed_precision=bf16" in command and not has_bf16():
+            continue
         side = Side([*command, "-m", "benchmarks.evaluation", "--process", *arguments(settings)], folder / str(number))
         side.run()
         found = json.loads((side.folder / "found.json").read_text())

@@ -3,8 +3,8 @@
     python -m benchmarks.language
 
 A Llama of 10.8 million parameters, 8 sequences of 256 tokens per step, one process with 2 threads. Ours is train.py
-under `accelerate launch`, in bf16 also with --compile=true; the peers (language_peers.py) stay eager. Ours is compared
-with whichever of them has the better median. They take turns of 4 steps.
+under `accelerate launch`, in bf16, where the CPU has it, also with --compile=true; the peers (language_peers.py) stay
+eager. Ours is compared with whichever of them has the better median. They take turns of 4 steps.
 
 Equal work, each asserted: parameters, steps, tokens, fp32 weights and the precision of products, and the mean loss of
 every interval within 1%, which it is only with the same first weights, the same sequences in the same order, and the
@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
-from benchmarks.runs import CORES, Side, take_turns, train_py
+from benchmarks.runs import CORES, Side, has_bf16, take_turns, train_py
 from src.tasks.text.tokenizing import byte_tokenizer
 
 SEED, WEIGHT_DECAY = 0, 0.01
@@ -145,7 +145,7 @@ def compare(precision: str, ours: dict[str, float], folder: Path) -> Iterator[Co
 
 
 def measure(_: Path, folder: Path) -> list[Comparison]:
-    bf16 = compare("bf16", {"ours": 1.05, "compiled": 1.05}, folder / "bf16")
+    bf16 = compare("bf16", {"ours": 1.05, "compiled": 1.05}, folder / "bf16") if has_bf16() else ()
     return [*bf16, *compare("fp32", {"ours": 1.0}, folder / "fp32")]
 
 
