@@ -60,9 +60,13 @@ class Blocks:
                 raise RunError("the process has ended")
             block = self._open(source, *needed[number].tolist())
             places = np.flatnonzero(of_block == number)
+            places = places[np.argsort(within[places], kind="stable")]
             # the chunks of each row are next to each other
             starts, stops = (np.searchsorted(block["row"], within[places] % BLOCK, side) for side in ("left", "right"))
-            own = block.take(ranges(starts, stops - starts))
+            index = ranges(starts, stops - starts)
+            # a window's rows of a block follow each other, unless two passes meet in it: a slice copies nothing
+            is_slice = len(index) > 0 and (np.diff(index) == 1).all()
+            own = block.slice(index[0], len(index)) if is_slice else block.take(index)
             found.append(own.set_column(own.column_names.index("row"), "row", [np.repeat(places, stops - starts)]))
         # a block without a usable row has no types
         table = pa.concat_tables(found, promote_options="permissive")
@@ -123,6 +127,7 @@ class Blocks:
             places = np.array(good)[made["row"].to_numpy()]
             parts.append(made.select([*self.maker.filler]).append_column("row", [places]))
             lacking = np.setdiff1d(lacking, places)
-        if len(lacking):
-            parts.append(pa.Table.from_pylist([{**self.maker.filler, "row": place} for place in lacking.tolist()]))
+        if not len(lacking):
+            return parts[0]  # already in order, and sorting would copy all tokens
+        parts.append(pa.Table.from_pylist([{**self.maker.filler, "row": place} for place in lacking.tolist()]))
         return pa.concat_tables(parts, promote_options="permissive").sort_by("row")

@@ -36,14 +36,15 @@ WIDENING = 1.02
 
 def as_chunks(table: pa.Table) -> list[Chunk]:
     """Return the rows of a table. Lists are slices of one array for all, which is much faster than a list for each."""
-    columns = [table[name].combine_chunks() for name in table.column_names]
-    values = [
-        [column.values.to_numpy()[i:j] for i, j in pairwise(column.offsets.tolist())]
-        if pa.types.is_large_list(column.type)
-        else column.to_pylist()
-        for column in columns
-    ]
-    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
+    columns = []
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if pa.types.is_large_list(column.type):
+            array = column.values.to_numpy()
+            columns.append([array[i:j] for i, j in pairwise(column.offsets.tolist())])
+        else:
+            columns.append(column.to_pylist())
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,17 +121,20 @@ class Stream:
         first, is_last = number - number % self.span, (number + 1) % self.span == 0 or number + 1 == len(self.counts)
         tables += [self._left_of(window) for window in range(first, number) if is_last]
         chunks = pa.concat_tables(tables, promote_options="permissive")
+        # what is left over of others comes after the window's own rows
         order = np.argsort(np.concatenate(places), kind="stable")
-        chunks = chunks.take(np.append(order, np.arange(len(order), len(chunks))))
+        order = np.append(order, np.arange(len(order), len(chunks)))
         count = int(self.counts[number])
-        sequences = [[i] for i in range(len(chunks))]
+        sequences = [[i] for i in range(len(order))]
         if self.capacity:
-            sequences = packed(chunks["length"].to_numpy(), self.capacity, count, is_last)
+            sequences = packed(chunks["length"].to_numpy()[order], self.capacity, count, is_last)
         if not is_last:
-            self._left[number] = chunks.take(pa.array(chain.from_iterable(sequences[count:]), pa.int64()))
+            self._left[number] = chunks.take(order[[*chain.from_iterable(sequences[count:])]])
         shuffled = np.random.default_rng([self.seed, 2, self.epoch, number]).permutation(count)
-        of_chunks = as_chunks(chunks)
-        return [[of_chunks[i] for i in sequences[place]] for place in shuffled]
+        # reorder references to the chunks, not their tokens
+        unordered = as_chunks(chunks)
+        in_order = [unordered[i] for i in order]
+        return [[in_order[i] for i in sequences[place]] for place in shuffled]
 
     def _left_of(self, number: int) -> pa.Table:
         """Return what is left over of a window; after a resume, it may have to be read again."""
