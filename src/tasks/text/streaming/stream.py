@@ -36,15 +36,15 @@ WIDENING = 1.02
 
 def as_chunks(table: pa.Table) -> list[Chunk]:
     """Return the rows of a table. Lists are slices of one array for all, which is much faster than a list for each."""
-    columns = []
-    for name in table.column_names:
+    names, columns = table.column_names, []
+    for name in names:
         column = table[name].combine_chunks()
         if pa.types.is_large_list(column.type):
             array = column.values.to_numpy()
             columns.append([array[i:j] for i, j in pairwise(column.offsets.tolist())])
         else:
             columns.append(column.to_pylist())
-    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
