@@ -211,6 +211,16 @@ def test_each_row_is_in_an_epoch_exactly_once(kind: str, shards: Path) -> None:
         assert found != sorted(found)
 
 
+def test_a_window_may_have_a_row_twice(tmp_path: Path) -> None:
+    """Where two passes meet. Tried with slices of blocks only: <6> comes in place of <9>."""
+    tiny.write({"rows.jsonl": "\n".join(json.dumps({"text": f"<{row}> the of"}) for row in range(40))})
+    of_epoch = epoch(task("rows.jsonl", eval_fraction=0.1))
+    for rows in ([3, 2, 1, 0], [5, 9], [2, 0, 0, 3], [1, 3, 1], []):
+        chunks = of_epoch.blocks.read(of_epoch.sources[0], np.array(rows, int)).to_pylist()
+        found = zip([chunk["row"] for chunk in chunks], tiny.texts_of([chunks]), strict=True)
+        assert sorted(found) == [(place, f"<{row}> the of") for place, row in enumerate(rows)]
+
+
 def test_prompts_packed_or_not_and_labelled_rows_lose_nothing_that_map_style_has(models: Path) -> None:
     """One by one, or a classifier's, which map-style sorts by length, in one batch with their labels."""
     Path("asked").mkdir()
