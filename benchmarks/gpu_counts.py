@@ -67,8 +67,8 @@ def compare(name: str, before: Path) -> list[Comparison]:
     launches = [[float(sum(run["kernels"].values())) for run in of_side] for of_side in (now, then)]
     host = [[run["host_milliseconds"] for run in of_side] for of_side in (now, then)]
     return [
-        Comparison(f"{name}: launches", "", *launches, target=1, is_gain=False),
-        Comparison(f"{name}: host", "ms/step", *host, target=1, is_gain=False),
+        Comparison(f"{name}: launches", "", launches[0], launches[1], target=1, is_gain=False),
+        Comparison(f"{name}: host", "ms/step", host[0], host[1], target=1, is_gain=False),
     ]
 
 
