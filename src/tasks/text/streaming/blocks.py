@@ -60,7 +60,7 @@ class Blocks:
                 raise RunError("the process has ended")
             block = self._open(source, *needed[number].tolist())
             places = np.flatnonzero(of_block == number)
-            places = places[np.argsort(within[places], kind="stable")]
+            places = places[np.argsort(within[places])]
             # the chunks of each row are next to each other
             starts, stops = (np.searchsorted(block["row"], within[places] % BLOCK, side) for side in ("left", "right"))
             index = ranges(starts, stops - starts)

@@ -36,7 +36,8 @@ WIDENING = 1.02
 
 def as_chunks(table: pa.Table) -> list[Chunk]:
     """Return the rows of a table. Lists are slices of one array for all, which is much faster than a list for each."""
-    names, columns = table.column_names, []
+    names = table.column_names  # asking Arrow for each row would take most of the time
+    columns = []
     for name in names:
         column = table[name].combine_chunks()
         if pa.types.is_large_list(column.type):
