@@ -88,6 +88,8 @@ class TaskState:
     called, the model has been trained already: keep it."""
     notes: list[str] = field(default_factory=list)
     """What was chosen for this device and dtype, for the start-up summary."""
+    remarks: list[str] = field(default_factory=list)
+    """What the user should know about the model or the data, for the start-up summary: a line each."""
 
 
 class Task(TaskSettings):

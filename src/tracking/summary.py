@@ -36,7 +36,7 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
     say(
         *filter(None, [launch.note, name]),
         *(f"  {title:<10} {text}" for title, text in rows.items() if text),
-        *(f"  {note}" for note in run.resume.notes),
+        *(f"  {note}" for note in [*run.facts["remarks"], *run.resume.notes]),
     )
 
 

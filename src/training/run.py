@@ -227,6 +227,7 @@ def new_model(config: Config, is_sharded: bool = False) -> tuple[nn.Module, dict
         "parameters": sum(map(num_weights, parameters)),
         "trained_parameters": sum(num_weights(p) for p in parameters if p.requires_grad),
         "tuned": tuned,
+        "remarks": [*task.state.remarks],
         "built_whole": is_sharded and not fill,
     }
     return model, facts, fill

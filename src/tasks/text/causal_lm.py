@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, explained
 from src.tasks.base import Counts, Tensors
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn
-from src.tasks.text.context_parallel import own_part, register, require_known_positions
+from src.tasks.text.context_parallel import own_part, register
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
 from src.tasks.text.model import (
     Decoder,
@@ -25,7 +25,6 @@ from src.tasks.text.model import (
     check_fit,
     keep_layout,
     load_exported,
-    loading_options,
 )
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.reading import Encoders, as_is, as_text
@@ -60,7 +59,6 @@ class CausalLM(CausalLMSettings, Decoder):
                 attention = "varlen"
         note = f"{attention} attention{note}"
         if state.cp.size > 1:
-            require_known_positions(self._config)
             require_splittable(self._config, self.packing)
             attention = register(attention, state.cp)
             note += f", across {state.cp.size} processes"
@@ -79,7 +77,7 @@ class CausalLM(CausalLMSettings, Decoder):
         return super().build_empty_model()
 
     def finish(self, model: Any) -> LanguageModel:
-        require_decoder(self._config, self.packing)
+        require_decoder(self._config, self.packing, self.sequence_length)
         attention = self._choose_attention()
         return LanguageModel(self.with_adapters(model), attention)
 
@@ -222,7 +220,7 @@ class CausalLM(CausalLMSettings, Decoder):
         }
 
     def load_export(self, folder: Path) -> LanguageModel:
-        lm = load_exported(folder, **loading_options(self.lora.base_dtype))
+        lm = load_exported(folder, self.base_dtype)
         keep_layout(lm)
         check_fit(self.sequence_length, lm.config, self._tokenizer)
         return LanguageModel(lm)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 
-from src.config.errors import UserError
 from src.tasks.base import ContextParallel
 from src.tasks.text.loss import attention_by_document, varlen_attention
 from src.tasks.text.packing import Batch
@@ -101,11 +100,3 @@ def across(
 def _all_to_all(parts: Tensor, cp: ContextParallel) -> Tensor:
     """Send part i, along the first dimension, to process i of the group. Return what each process sent."""
     return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, cp.group)
-
-
-def require_known_positions(config: PreTrainedConfig) -> None:
-    """Raise a UserError if rotary embeddings depend on the longest position, which differs from part to part."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for kind in ("dynamic", "longrope"):
-        if f"'{kind}'" in str(rope):
-            raise UserError(f"{config.model_type}: rotary embeddings of type {kind} depend on length: unset cp_size")

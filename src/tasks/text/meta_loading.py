@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
@@ -28,27 +28,58 @@ from src.tasks.base import Tensors, parameters_on
 
 ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
 """peft's names for a classifier's head as it was, and for its copy, which is trained without adapters."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""What safetensors calls the dtypes of weights that are not quantized."""
 
 
-def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, set[str]]:
-    """Return the model that `build` makes, with parameters on the meta device and buffers with their values; and the
-    names of the weights that the files lack or have in another shape. These are drawn on the CPU, as `from_pretrained`
-    would. Of the files, only the headers are read."""
+class Fit(NamedTuple):
+    """How the weights in a checkpoint's files fit a model: sets of names."""
+
+    absent: set[str]
+    """The model's weights that the files lack or have in another shape."""
+    unused: set[str]
+    """The files' weights that the model has no place for."""
+    unexpected: set[str]
+    """Those of the unused ones that transformers does not know to ignore by their names."""
+    quantized: set[str]
+    """The files' weights that are not floats."""
+    is_untied: bool
+    """Whether the files have different values for weights that the config ties: `from_pretrained` keeps these apart."""
+
+
+def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, Fit]:
+    """Return the model that `build` makes, with parameters on the meta device and buffers with their values; and how
+    the files fit it. Of the files, only the headers are read, and tied weights if all of them are there."""
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()
-    shapes = {name: torch.empty(part.get_shape(), device="meta") for name, part in _slices(files).items()}
+    slices = _slices(files)
+    shapes = {name: torch.empty(part.get_shape(), device="meta") for name, part in slices.items()}
     found = _convert(model, shapes, torch.device("meta"))
+    unused = {*found.unexpected_keys}
     model.mark_tied_weights_as_initialized(found)
     model._adjust_missing_and_unexpected_keys(found)
     absent = {*found.missing_keys, *(name for name, *_ in found.mismatched_keys)}
+    quantized = {name for name, part in slices.items() if name.endswith("weight") and part.dtype not in FLOATS}
+    is_untied = False
     for target, source in model.all_tied_weights_keys.items():
+        if not absent & {target, source}:
+            is_untied |= not _are_equal(slices.get(target), slices.get(source))
         absent -= {target} if source not in absent else set()
-    for name in absent:
+    return model, Fit(absent, unused, found.unexpected_keys, quantized, is_untied)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two slices have the same values; False if the files have other names for them."""
+    return bool(one and other) and torch.equal(one[:].float(), other[:].float())
+
+
+def draw_weights(model: PreTrainedModel, names: set[str]) -> None:
+    """Draw these weights of a model on the meta device, on the CPU, as `from_pretrained` would."""
+    for name in names:
         _set(model, name, torch.empty_like(model.get_parameter(name), device="cpu"))
     model.tie_weights()
     model.initialize_weights()
-    return model, absent
 
 
 def _set(model: nn.Module, name: str, values: Tensor) -> None:
@@ -107,6 +138,8 @@ class _Slice:
     file: str
     name: str
     shape: list[int]
+    dtype: str
+    """As safetensors calls it."""
 
     def get_shape(self) -> list[int]:
         return self.shape
@@ -121,7 +154,8 @@ def _slices(files: list[str]) -> dict[str, Any]:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # it is not a dict
-                slices[name] = _Slice(file, name, opened.get_slice(name).get_shape())
+                part = opened.get_slice(name)
+                slices[name] = _Slice(file, name, part.get_shape(), part.get_dtype())
     return slices
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from abc import abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -22,10 +23,12 @@ from accelerate.utils import DistributedType, get_int_from_env
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from tokenizers import AddedToken
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -41,14 +44,16 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import align_special_tokens
 from transformers.utils import is_bitsandbytes_available
 
-from src.config.errors import UserError, explained, refuse
+from src.config.errors import UserError, cause, explained, refuse
 from src.config.settings import nearest
 from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading
 from src.tasks.text.meta_loading import (
     ORIGINAL_HEAD,
+    Fit,
     bytes_in_fp32,
+    draw_weights,
     empty_pretrained,
     fill_shards,
     saved_weights,
@@ -58,14 +63,14 @@ from src.tasks.text.meta_loading import (
 from src.tasks.text.reading import TextTask
 from src.tasks.text.settings import DecoderSettings, Lora
 from src.tasks.text.streaming.stream import Stream
-from src.tasks.text.tokenizing import byte_tokenizer
+from src.tasks.text.tokenizing import byte_tokenizer, require_known
 
 logging.set_verbosity_error()  # what is missing or does not fit is judged here
 
 
-def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **options: Any) -> Any:
-    """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen, except for a
-    classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
+def add_adapters(lora: Lora, base_dtype: str, model: PreTrainedModel, revision: str | None, **options: Any) -> Any:
+    """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen in `base_dtype`,
+    except for a classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
     `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
     peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
     names = [f".{name}" for name, _ in model.named_modules()]
@@ -82,11 +87,15 @@ def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **opt
     )
     if os.path.isdir(source := str(model.name_or_path)):  # the adapters record it, and have to load from any folder
         model.name_or_path = os.path.abspath(source)
-    says = "task.lora.target_modules, exclude_modules: "
-    with explained(says, (ValueError, TypeError, re.error)), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
-        adapted = peft.get_peft_model(model, config, revision=revision)
+        try:
+            adapted = peft.get_peft_model(model, config, revision=revision)
+        except (ValueError, TypeError, re.error) as error:
+            refused = [name for name, layer in model.named_modules() if name and f"{layer} is not" in str(error)]
+            hint = f"{refused[0]} cannot have adapters: exclude it; " if refused else ""
+            raise UserError(f"task.lora.target_modules, exclude_modules: {hint}{cause(error)[:200]}") from error
     layers = adapted.get_base_model().named_modules()
     adapters = {name: layer for name, layer in layers if hasattr(layer, "reset_lora_parameters")}
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
@@ -100,7 +109,7 @@ def add_adapters(lora: Lora, model: PreTrainedModel, revision: str | None, **opt
         layer.reset_lora_parameters("default", init_lora_weights=True)
     for name, parameter in adapted.named_parameters():
         is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
-        if lora.base_dtype in ("bf16", "nf4") and not is_kept:
+        if base_dtype != "fp32" and not is_kept:
             parameter.data = parameter.data.bfloat16()
     return adapted
 
@@ -116,28 +125,77 @@ def require_four_bits(is_sharded: bool) -> None:
         raise UserError(f"{setting}: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); {hint}")
 
 
-def loading_options(base_dtype: str | None) -> dict[str, Any]:
-    """Return the options for `from_pretrained` to load linear layers, except for the output, in 4 bits, with bf16 as
-    compute dtype; none for a type other than nf4. Tensors are quantized one at a time, on the device that will hold
-    them: on a CPU, 8 billion weights take minutes."""
-    if base_dtype != "nf4":
-        return {}
-    require_four_bits(is_sharded=False)
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Formats of quantized weights (`quant_method` in config.json) that transformers dequantizes as it loads them."""
+
+
+def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what the config says about the quantization of the weights in the files; empty if they are not."""
+    found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    return next(filter(None, found), {})
+
+
+def is_four_bit(config: PreTrainedConfig) -> bool:
+    """Return whether the weights in the files are in bitsandbytes' 4 bits."""
+    return bool(quantization_of(config).get("load_in_4bit"))
+
+
+def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTrainedConfig:
+    """Return a model's config, changed so that `from_pretrained` dequantizes weights, or computes with 4-bit ones in
+    bf16. Attention is chosen elsewhere; add to `remarks` that the config asks for one. Raise a ValueError if the
+    weights are quantized in a way that can't be read here."""
+    config: Any = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    if asked := config._attn_implementation:
+        remarks.append(f"{source}: its config.json asks for {asked} attention, which is ignored")
+        config._attn_implementation = None
+    quantization = quantization_of(config)
+    method = quantization.get("quant_method")
+    if method in DEQUANTIZED:
+        quantization["dequantize"] = True
+    elif is_four_bit(config):
+        quantization["bnb_4bit_compute_dtype"] = "bfloat16"
+    elif quantization:
+        raise ValueError(f"its weights are quantized ({method}): use the model that they were quantized from")
+    return config
+
+
+NF4 = BitsAndBytesConfig(
+    load_in_4bit=True,
+    bnb_4bit_quant_type="nf4",
+    bnb_4bit_use_double_quant=True,
+    bnb_4bit_compute_dtype=torch.bfloat16,
+)
+
+
+def load_pretrained(
+    auto: Any, source: str, revision: str | None, config: PreTrainedConfig, base_dtype: str | None
+) -> tuple[Any, dict[str, Any]]:
+    """Return a pretrained model, fp32, and what `output_loading_info` tells of it. With a `base_dtype` of nf4, linear
+    layers except for the output are in 4 bits, with bf16 as compute dtype: their tensors are quantized one at a time,
+    on the device that will hold them. On a CPU, 8 billion weights take minutes."""
+    options: dict[str, Any] = {}
+    if base_dtype == "nf4":
+        require_four_bits(is_sharded=False)
+        quantization = None if is_four_bit(config) else NF4
+        options = {"quantization_config": quantization, "device_map": {"": PartialState().device}}
+    loaded: tuple[Any, dict[str, Any]] = auto.from_pretrained(
+        source,
+        revision=revision,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **options,
     )
-    return {"quantization_config": quantization, "device_map": {"": PartialState().device}}
+    return loaded
 
 
 def give_four_bits(model: Any) -> None:  # room: plan
     """Replace a model's linear layers, except for the output, with 4-bit layers on the GPU, without values. Raise a
     UserError where `load_model` would."""
     require_four_bits(AcceleratorState().distributed_type == DistributedType.FSDP)
-    options: Any = loading_options("nf4")["quantization_config"]
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), options)
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), NF4)
     for layer in model.modules():
         weight: Any = getattr(layer, "weight", None)
         if getattr(weight, "quant_type", None):
@@ -192,22 +250,20 @@ def grow(model: PreTrainedModel, num_tokens: int) -> None:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
 
 
-def load_exported(folder: Path, **options: Any) -> Any:
-    """Return the language model that a run exported, fp32, with its adapters if it has any. Raise a UserError if there
-    is none. `options` are for `from_pretrained`."""
+def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
+    """Return the language model that a run exported, fp32, with its adapters if it has any; `base_dtype` is that of
+    frozen weights. Raise a UserError if there is none."""
     logging.disable_progress_bar()
-    auto: Any = AutoModelForCausalLM
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
     with explained("not a language model: ", (OSError, ValueError)):
         if has_adapters:
             peft: Any = import_module("peft")
             adapted = peft.PeftConfig.from_pretrained(source)
             source, revision = adapted.base_model_name_or_path, adapted.revision
-        model, found = auto.from_pretrained(
-            source, revision=revision, dtype=torch.float32, output_loading_info=True, **options
-        )
-        if found["missing_keys"]:
-            raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
+        config = load_config(source, revision, [])
+        model, found = load_pretrained(AutoModelForCausalLM, source, revision, config, base_dtype)
+        if absent := found["missing_keys"] | {name for name, *_ in found["mismatched_keys"]}:
+            raise UserError(f"not a language model: it lacks {min(absent)}")
         if has_adapters:
             grow(model, len(AutoTokenizer.from_pretrained(folder)))
             with suppress(OSError):  # adapters from elsewhere have none
@@ -219,22 +275,40 @@ def load_exported(folder: Path, **options: Any) -> Any:
 
 
 def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the maximum number of tokens that the model sees; 10^30 if nothing limits it."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    return min(positions, tokenizer.model_max_length) if positions > 0 else tokenizer.model_max_length
+    """Return the maximum number of tokens that the model sees: its positions or, if nothing limits these, what the
+    tokenizer says, 10^30 if it says nothing."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or 0
+    if positions <= 0:
+        return tokenizer.model_max_length
+    if not getattr(text, "rope_parameters", None):  # positions are learnt
+        with torch.device("meta"):
+            layers = AutoModel.from_config(text).named_modules()
+        for name, layer in layers:
+            if "position" in name and isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+                positions -= layer.padding_idx + 1  # RoBERTa's first token has the position after padding's
+    return positions
 
 
 def check_fit(
     sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, num_new: int = 0
-) -> None:
-    """Raise a UserError if sequences are longer than the model supports, or the tokenizer has tokens that the model
-    does not know, besides `num_new` new ones."""
-    limit, known = max_length(config, tokenizer), config.get_text_config().vocab_size + num_new
+) -> list[str]:
+    """Return what the user should know. Raise a UserError if sequences are longer than the model supports, or it does
+    not know a special token, besides `num_new` new ones."""
+    limit = max_length(config, tokenizer)
     if sequence_length > limit:
         raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
-    if len(tokenizer) > known:
-        where = "task.tokenizer, task.architecture.vocab_size"
-        raise UserError(f"the tokenizer has {len(tokenizer)} tokens, but the model knows {known} ({where})")
+    special = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    require_known([token for token in special if token is not None], tokenizer, num_known(config, tokenizer, num_new))
+    if sequence_length <= tokenizer.model_max_length:
+        return []
+    return [f"tokenizer_config.json has model_max_length={tokenizer.model_max_length}: the model's {limit} are used"]
+
+
+def num_known(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, num_new: int) -> int:
+    """Return the number of rows of the model's embedding: it is resized for new tokens."""
+    known: int = config.get_text_config().vocab_size
+    return max(known, len(tokenizer)) if num_new else known
 
 
 def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -245,6 +319,19 @@ def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     ends = end_tokens(generation)
     if marks and (end := tokenizer.get_vocab()[marks[0]]) not in ends:
         generation.eos_token_id = [*ends, end]
+
+
+def drop_settings_without_effect(generation: GenerationConfig) -> list[str]:
+    """Unset what has no effect, such as a temperature without sampling, as transformers would not save it. Return the
+    names."""
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
+        for name in names:
+            setattr(generation, name, None)
+        return names
+    return []
 
 
 def end_tokens(generation: GenerationConfig) -> list[int]:
@@ -310,6 +397,12 @@ def _write_file(file: Path, tensors: Tensors, accelerator: Accelerator) -> None:
         save_file(gathered, file, {"format": "pt"})
 
 
+def some(names: Iterable[str]) -> str:
+    """Return how many weights these are, and the names of the first three."""
+    first, count = sorted(names)[:3], len({*names})
+    return f"{count} weights ({', '.join(first)}{', …' if count > 3 else ''})"
+
+
 class FineTuning(TextTask):
     """Trains a transformers model on text."""
 
@@ -352,20 +445,28 @@ class FineTuning(TextTask):
     def begin(self, state: TaskState) -> Self:
         # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if not self.lora.r:
-            return super().begin(state)
-        is_bf16 = state.dtype == torch.bfloat16
-        base_dtype = self.lora.base_dtype or ("bf16" if state.device == "cuda" and is_bf16 else "fp32")
-        if base_dtype != "fp32" and not is_bf16:
-            raise UserError(f"task.lora.base_dtype={base_dtype}: needs --mixed_precision bf16 before train.py")
-        state.notes.append(f"frozen weights in {base_dtype}")
-        lora = self.lora.model_copy(update={"base_dtype": base_dtype})
-        return super(FineTuning, self.model_copy(update={"lora": lora})).begin(state)
+        if self.lora.base_dtype not in (None, "fp32") and state.dtype != torch.bfloat16:
+            raise UserError(
+                f"task.lora.base_dtype={self.lora.base_dtype}: needs --mixed_precision bf16 before train.py"
+            )
+        return super().begin(state)
+
+    @property
+    def base_dtype(self) -> str:
+        """Return the dtype of the frozen weights, if there are adapters: nf4, bf16 or fp32."""
+        if is_four_bit(self._config):
+            return "nf4"
+        is_bf16 = self.state.device == "cuda" and self.state.dtype == torch.bfloat16
+        return self.lora.base_dtype or ("bf16" if is_bf16 else "fp32")
 
     def load_model_config(self) -> PreTrainedConfig:
-        """Return the model's config. Raise a UserError if there is none, it is damaged, or it asks to run code."""
+        """Return the model's config. Raise a UserError if there is none, it is damaged, it asks to run code, or the
+        weights can't be trained as they are stored."""
         with loading("model", self.model):
-            config = AutoConfig.from_pretrained(str(self.model), revision=self.revision, trust_remote_code=False)
+            config = load_config(str(self.model), self.revision, self.state.remarks)
+        if is_four_bit(config) and not (self.lora.r and self.state.dtype == torch.bfloat16):
+            hint = "train adapters (task.lora.r) with --mixed_precision bf16, or an unquantized model"
+            raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
         return self.with_dropout(config)
 
     def with_dropout(self, config: PreTrainedConfig) -> PreTrainedConfig:
@@ -379,32 +480,41 @@ class FineTuning(TextTask):
         return config
 
     def build_model(self) -> Any:
-        if self.model and self.lora.base_dtype != "nf4":  # these are loaded one tensor at a time
+        if self.model and self.base_dtype != "nf4":  # these are loaded one tensor at a time
             self._require_memory()
         return self.finish(self.load_model())
 
     def build_skeleton(self) -> Any:  # room: plan
         with parameters_on(torch.device("meta")):
             model = self.model_from_config()
-        if self.lora.base_dtype == "nf4":
+        if self.base_dtype == "nf4":
             give_four_bits(model)
         return self.finish(model)
 
     def build_empty_model(self) -> tuple[Any, FillWeights] | None:
-        if self.lora.base_dtype == "nf4":
+        if self.base_dtype == "nf4":
             require_four_bits(is_sharded=True)
         logging.disable_progress_bar()
         with loading("model", self.model):
-            source = str(self.model)
-            files = weight_files(source, self.revision) if self.model else []
-            if not files:
+            if not (files := self._plain_files()):
                 return None
-            model, absent = empty_pretrained(self.model_from_config, files)
+            model, fit = empty_pretrained(self.model_from_config, files)
+            if fit.is_untied:
+                return None
+            draw_weights(model, fit.absent)
             with suppress(OSError):  # if there is none, it follows from the config
                 if model.can_generate():
-                    model.generation_config = GenerationConfig.from_pretrained(source, revision=self.revision or "main")
-        self._require_all(model, absent)
+                    revision = self.revision or "main"
+                    model.generation_config = GenerationConfig.from_pretrained(str(self.model), revision=revision)
+        self._accept(model, fit)
         return self.finish(model), self._load_weights
+
+    def _plain_files(self) -> list[str]:
+        """Return the files with the weights; none if only `from_pretrained` can read them, because they are quantized
+        or not safetensors."""
+        if not self.model or quantization_of(self._config):
+            return []
+        return weight_files(self.model, self.revision)
 
     def finish(self, model: Any) -> Any:
         """Return the module to train, built around transformers' model."""
@@ -419,8 +529,9 @@ class FineTuning(TextTask):
         """Return the model with new adapters, if the settings ask for them."""
         if not self.lora.r:
             return model
+        self.state.notes.append(f"frozen weights in {self.base_dtype}")
         options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
-        return add_adapters(self.lora, model, self.revision, **options)
+        return add_adapters(self.lora, self.base_dtype, model, self.revision, **options)
 
     def model_from_config(self) -> Any:
         """Return a new transformers model of this config, fp32, with random weights."""
@@ -432,18 +543,17 @@ class FineTuning(TextTask):
         another kind of model."""
         logging.disable_progress_bar()
         with loading("model", self.model):
-            model, loaded = self.auto_class.from_pretrained(
-                self.model,
-                revision=self.revision,
-                config=self._config,
-                dtype=torch.float32,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **loading_options(self.lora.base_dtype),
-            )
+            source, config = str(self.model), self._config
+            model, found = load_pretrained(self.auto_class, source, self.revision, config, self.base_dtype)
+            absent, unexpected = found["missing_keys"], found["unexpected_keys"]
+            fit = Fit(absent, unexpected, unexpected, set(), is_untied=False)
+            if files := self._plain_files():
+                _, fit = empty_pretrained(self.model_from_config, files)
         keep_layout(model)
-        self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
+        self._accept(model, fit)
+        head: Any = model.get_output_embeddings()
+        if head and head.weight is not model.get_input_embeddings().weight:
+            model.config.tie_word_embeddings = False  # whatever the config says: the files decide
         return model
 
     def _require_memory(self) -> None:
@@ -457,14 +567,37 @@ class FineTuning(TextTask):
             free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free"
             raise UserError(f"task.model={self.model}: {says}, but {free}; use a smaller model, or fsdp.yaml")
 
-    def _require_all(self, model: PreTrainedModel, absent: set[str]) -> None:
+    def _accept(self, model: PreTrainedModel, fit: Fit) -> None:
+        """Raise a UserError if the model lacks weights, or if some in the files would be ignored or read as other
+        numbers than they stand for. Note what is ignored knowingly."""
+        absent = fit.absent
         if self.has_new_head:
             base = f"{model.base_model_prefix}."
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
-        if absent:
-            says = f"{len(absent)} of its weights are missing or have another shape"
-            names = ", ".join(sorted(absent)[:3]) + (", …" if len(absent) > 3 else "")
-            raise UserError(f"task.model={self.model}: not a checkpoint of {type(model).__name__}: {says} ({names})")
+        ignored = {name for name in fit.unexpected if not self._is_replaced(model, name)}
+        for names, says in (
+            (absent, "are missing or have another shape"),
+            (fit.quantized, "are quantized: use the model that they were quantized from"),
+            (ignored, "would be ignored: its config.json is that of another model"),
+        ):
+            if names:
+                kind = type(model).__name__
+                raise UserError(f"task.model={self.model}: not a checkpoint of {kind}: {some(names)} {says}")
+        if fit.unused:
+            self.state.remarks.append(f"{some(fit.unused)} of {self.model} are not used")
+        generation: Any = model.generation_config
+        if generation and (names := drop_settings_without_effect(generation)):
+            self.state.remarks.append(f"generation settings without effect are left out: {', '.join(names)}")
+
+    def _is_replaced(self, model: PreTrainedModel, name: str) -> bool:
+        """Return whether a weight in the files belongs to a part that the trained model is meant not to have: the head
+        that a classifier replaces, or what a multimodal checkpoint has for other inputs than text."""
+        base = f"{model.base_model_prefix}."
+        part, *_ = name.removeprefix(base).split(".")
+        is_known = hasattr(model, part) or hasattr(model.base_model, part)
+        if self.has_new_head:
+            return "pooler" in name or not (is_known or name.startswith(base))
+        return not is_known and self._config.get_text_config() is not self._config
 
     def _load_weights(self, model: Any, device: torch.device) -> None:
         """Read this process's shards of the weights into a sharded model from `build_empty_model`, with or without
@@ -479,13 +612,18 @@ class FineTuning(TextTask):
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
         report the positions of its tokens in the text."""
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
+        says = f"task.{setting}={source}: has no tokenizer"
         with loading(setting, source):
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+            except ValueError as error:
+                raise UserError(f"{says} that can be read: set task.tokenizer") from error
         if not tokenizer.is_fast:
             hint = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
             raise UserError(f"{source}: {type(tokenizer).__name__} does not report token positions; {hint}")
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes if there are no files at all
-            raise UserError(f"task.{setting}={source}: has no tokenizer")
+        # what transformers makes if there are no files at all; T5's has a token for spaces
+        if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
+            raise UserError(f"{says}: set task.tokenizer")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
@@ -509,7 +647,7 @@ class FineTuning(TextTask):
         """Write the model with the adapters in `weights` merged into its own weights; 4-bit weights are dequantized to
         bf16."""
         model = self.load_model()
-        if self.lora.base_dtype == "nf4":
+        if self.base_dtype == "nf4":
             model = model.dequantize(torch.bfloat16)
         adapted = self.with_adapters(model)
         trained = {name: weights[name] for name, parameter in adapted.named_parameters() if parameter.requires_grad}
@@ -565,7 +703,7 @@ class Decoder(DecoderSettings, FineTuning):
         if getattr(config.get_text_config(), "output_router_logits", False):
             says = "the auxiliary loss of a mixture of experts would depend on the number of processes"
             raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
-        check_fit(self.sequence_length, config, self._tokenizer, self.num_new_tokens())
+        self.state.remarks += check_fit(self.sequence_length, config, self._tokenizer, self.num_new_tokens())
         return config
 
     def check_config(self) -> None:

@@ -53,6 +53,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def require_known(ids: Iterable[int], tokenizer: PreTrainedTokenizerFast, num_known: int) -> None:
+    """Raise a UserError if the model, whose embedding has `num_known` rows, has none for one of these tokens."""
+    if (largest := max(ids, default=0)) >= num_known:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        says = f"the token {token} has the id {largest}, but the model knows {num_known} tokens"
+        raise UserError(f"{says} (task.tokenizer, task.architecture.vocab_size)")
+
+
 SLICE, TOGETHER = 2**16, 16
 """Characters in a slice of text, and how many slices' worth is tokenized at once: a tokenizer's Python objects take 260
 times the memory of the text."""
