@@ -1,4 +1,4 @@
-"""--check on language models and classifiers: all is well where it is, and packed documents that meet are found out."""
+"""--check on language models and classifiers: all is well where it is, and documents that see others are found out."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,11 @@ from tests.text.tasks import TEXT, over
 from tests.text.tiny import NEW_LLAMA, questions
 
 TASK = ("--task.name=causal_lm", "--task.sequence_length=64")
+FACTORS = "{rope_type: longrope, rope_theta: 1e4, short_factor: [1, 1, 1, 1], long_factor: [1.1, 4, 20, 60]}"
+LONGROPE = (
+    "--task.architecture.model_type=phi3", *NEW_LLAMA[1:], f"--task.architecture.rope_parameters={FACTORS}",
+    "--task.architecture.original_max_position_embeddings=32", "--task.architecture.max_position_embeddings=64",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -60,3 +65,17 @@ causal_lm.batch_tensors = going_on
     (failed,) = [row for row in rows(run) if row["means"]]
     assert failed["check"] == "Evaluation"
     assert "packed documents see each other" in failed["means"]
+
+
+def test_documents_that_change_how_those_beside_them_are_read_are_found_out(launch: Launch, tmp_path: Path) -> None:
+    """One row in ten is short; the others make rotary embeddings other ones for a whole batch, of any size. A trial
+    refuses them otherwise. Tried without comparing unpacked examples with the same ones alone: all checks passed."""
+    lines = [json.dumps({"text": "short" if row % 10 == 0 else f"a row of {row} long words " * 3}) for row in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    before = "import src.tasks.text.causal_lm as causal_lm; causal_lm.require_decoder = lambda *_: None"
+    arguments = (f"--task.dataset={tmp_path}/rows.jsonl", *LONGROPE, "--task.packing=false", "--global_batch_size=8")
+    run = launch("cpu", "--check", *TASK, *arguments, before=before)
+    assert run.exit_code == 1
+    (failed,) = [row for row in rows(run) if row["means"]]
+    assert (failed["check"], failed["what"]) == ("Evaluation", "loss of examples alone")
+    assert "depends on those beside it" in failed["means"]
