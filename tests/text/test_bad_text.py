@@ -148,7 +148,9 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
         "task.new_tokens: <|endoftext|>: the tokenizer has it already, or it is listed twice: leave it out",
     ),
 ]  # fmt: skip
-NOT_ITS = "task.model=bert: not a checkpoint of BertForSequenceClassification: 6 of its *"
+NOT_ITS = (
+    "task.model=bert: not a checkpoint of BertForSequenceClassification: weights are missing or have another shape: *"
+)
 TOO_LONG = "task.sequence_length=16: the model sees at most 8 tokens"
 DAMAGED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"bert/config.json": "{"}, BERT, "task.model=bert: cannot be loaded: *"),

@@ -383,14 +383,32 @@ def test_it_is_used_if_documents_stay_apart(monkeypatch: pytest.MonkeyPatch, kin
 )
 def test_a_kind_of_model_that_would_be_trained_on_the_wrong_thing_is_refused(kind: str, says: str) -> None:
     with pytest.raises(UserError, match=f"^{kind} cannot be trained here: {says}"):
-        require_decoder(AutoConfig.for_model(kind), packing=True)
-    require_decoder(AutoConfig.for_model("mamba"), packing=False)
+        require_decoder(AutoConfig.for_model(kind), packing=True, sequence_length=8)
+    require_decoder(AutoConfig.for_model("mamba"), packing=False, sequence_length=8)
+
+
+EXTENDED = {"original_max_position_embeddings": 64, "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = EXTENDED | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.1, 4.0, 20.0, 60.0]}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_long_documents_that_change_how_those_beside_them_are_read_are_refused(packing: bool) -> None:
+    """By the trial, whose rotary embeddings are extended too, in a row or in a batch. Below the original length, or if
+    all lengths have the same embeddings, nothing changes. Tried with rows of one length where documents aren't packed,
+    and with the small model's original length left as it is."""
+    phi3 = AutoConfig.for_model("phi3", **SMALL, rope_parameters=LONGROPE, max_position_embeddings=256)
+    phi3.original_max_position_embeddings = 64
+    with pytest.raises(UserError, match=r"^phi3 cannot be trained here: .*\(longer .*try --task.sequence_length=64\)$"):
+        require_decoder(phi3, packing, sequence_length=65)
+    require_decoder(phi3, packing, sequence_length=64)
+    yarn = AutoConfig.for_model("llama", **SMALL, rope_parameters=EXTENDED | {"rope_type": "yarn"})
+    require_decoder(yarn, packing, sequence_length=256)
 
 
 def test_logits_that_are_not_those_of_the_last_layer_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried without the comparison: the loss is another one, silently."""
     config, forward = AutoConfig.for_model("granite"), GraniteForCausalLM.forward
-    require_decoder(config, packing=True)
+    require_decoder(config, packing=True, sequence_length=8)
 
     def halved(*arguments: Any, **options: Any) -> Any:
         output: Any = forward(*arguments, **options)
@@ -399,7 +417,7 @@ def test_logits_that_are_not_those_of_the_last_layer_are_found_out(monkeypatch: 
 
     monkeypatch.setattr(GraniteForCausalLM, "forward", halved)
     with pytest.raises(UserError, match="granite cannot be trained here: Granite gives logits"):
-        require_decoder(config, packing=True)
+        require_decoder(config, packing=True, sequence_length=8)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from src.config.errors import UserError
 from src.tasks.base import ContextParallel
-from src.tasks.text.context_parallel import across, require_known_positions
+from src.tasks.text.context_parallel import across
 from src.tasks.text.loss import attention_by_document, document_lengths, require_splittable
 from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import Launch, Rounding, Whole, slow
@@ -119,10 +119,6 @@ LATENT: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_
 GATED: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
                          "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
                          "shared_expert_intermediate_size": 16}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
-PLAIN = {"rope_type": "default", "rope_theta": 1e4}
-DYNAMIC = PLAIN | {"rope_type": "dynamic", "factor": 4.0}
-LONG = YARN | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 SPLITTABLE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}), ("mistral", {"sliding_window": 2}), ("gemma3_text", {}), ("phi3", {"pad_token_id": None}),
     ("gpt2", {"n_embd": 32, "n_head": 4}), ("qwen3_moe", FEW), ("mixtral", FEW), ("deepseek_v3", FEW | LATENT),
@@ -150,21 +146,6 @@ def test_decoders_that_mix_tokens_elsewhere_are_refused(kind: str, more: dict[st
             require_splittable(config, packing)
         assert str(error.value).startswith(f"{kind}: processes cannot split its sequences (cp_size): {says}")
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "rope", "refused"),
-    [
-        ("llama", DYNAMIC, "dynamic"),
-        ("phi3", LONG, "longrope"),
-        ("gemma3_text", {"full_attention": DYNAMIC, "sliding_attention": PLAIN}, "dynamic"),
-    ],
-)
-def test_so_are_positions_that_depend_on_the_length(kind: str, rope: Any, refused: str) -> None:
-    require_known_positions(CONFIG_MAPPING["llama"](**NARROW | {"rope_parameters": YARN}))
-    config = CONFIG_MAPPING[kind](**NARROW | {"pad_token_id": None, "rope_parameters": rope})
-    with pytest.raises(UserError, match=f"^{kind}: rotary embeddings of type {refused} depend on length: unset cp_"):
-        require_known_positions(config)
 
 
 def test_values_may_be_of_another_size_than_keys() -> None:

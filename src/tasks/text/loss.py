@@ -381,9 +381,7 @@ def require_decoder(config: PreTrainedConfig, packing: bool, sequence_length: in
     if says := failure(config, "sdpa", packing, "cpu", torch.float32, is_extended=sequence_length > original):
         hint = "packed documents may see each other: try --task.packing=false" if packing else ""
         if sequence_length > original:
-            hint = (
-                f"longer ones may change how those beside them are read: try --task.sequence_length={original}"
-            )
+            hint = f"longer ones may change how those beside them are read: try --task.sequence_length={original}"
         raise UserError(f"{config.model_type} cannot be trained here: {says}{hint and f' ({hint})'}")
 
 

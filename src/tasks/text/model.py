@@ -68,7 +68,9 @@ from src.tasks.text.tokenizing import byte_tokenizer, require_known
 logging.set_verbosity_error()  # what is missing or does not fit is judged here
 
 
-def add_adapters(lora: Lora, base_dtype: str, model: PreTrainedModel, revision: str | None, **options: Any) -> Any:
+def add_adapters(
+    lora: Lora, model: PreTrainedModel, revision: str | None, base_dtype: str | None = None, **options: Any
+) -> Any:
     """Return `model`, of this revision on the Hub, with new adapters. Its own weights are frozen in `base_dtype`,
     except for a classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
     `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
@@ -109,7 +111,7 @@ def add_adapters(lora: Lora, base_dtype: str, model: PreTrainedModel, revision: 
         layer.reset_lora_parameters("default", init_lora_weights=True)
     for name, parameter in adapted.named_parameters():
         is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
-        if base_dtype != "fp32" and not is_kept:
+        if base_dtype in ("bf16", "nf4") and not is_kept:
             parameter.data = parameter.data.bfloat16()
     return adapted
 
@@ -321,9 +323,9 @@ def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
         generation.eos_token_id = [*ends, end]
 
 
-def drop_settings_without_effect(generation: GenerationConfig) -> list[str]:
-    """Unset what has no effect, such as a temperature without sampling, as transformers would not save it. Return the
-    names."""
+def drop_settings_without_effect(generation: Any) -> list[str]:
+    """Unset what has no effect in a GenerationConfig, such as a temperature without sampling: transformers would not
+    save it. Return the names."""
     try:
         generation.validate(strict=True)
     except ValueError as error:
@@ -398,9 +400,9 @@ def _write_file(file: Path, tensors: Tensors, accelerator: Accelerator) -> None:
 
 
 def some(names: Iterable[str]) -> str:
-    """Return how many weights these are, and the names of the first three."""
-    first, count = sorted(names)[:3], len({*names})
-    return f"{count} weights ({', '.join(first)}{', …' if count > 3 else ''})"
+    """Return up to three names for a message, and how many there are."""
+    first, *rest = sorted(names)
+    return ", ".join([first, *rest[:2]]) + (f", … ({len(rest) + 1} in all)" if len(rest) > 2 else "")
 
 
 class FineTuning(TextTask):
@@ -452,8 +454,10 @@ class FineTuning(TextTask):
         return super().begin(state)
 
     @property
-    def base_dtype(self) -> str:
-        """Return the dtype of the frozen weights, if there are adapters: nf4, bf16 or fp32."""
+    def base_dtype(self) -> str | None:
+        """Return the dtype of the frozen weights under adapters: nf4, bf16 or fp32; None without adapters."""
+        if not self.lora.r:
+            return None
         if is_four_bit(self._config):
             return "nf4"
         is_bf16 = self.state.device == "cuda" and self.state.dtype == torch.bfloat16
@@ -531,7 +535,7 @@ class FineTuning(TextTask):
             return model
         self.state.notes.append(f"frozen weights in {self.base_dtype}")
         options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
-        return add_adapters(self.lora, self.base_dtype, model, self.revision, **options)
+        return add_adapters(self.lora, model, self.revision, self.base_dtype, **options)
 
     def model_from_config(self) -> Any:
         """Return a new transformers model of this config, fp32, with random weights."""
@@ -576,17 +580,16 @@ class FineTuning(TextTask):
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
         ignored = {name for name in fit.unexpected if not self._is_replaced(model, name)}
         for names, says in (
-            (absent, "are missing or have another shape"),
-            (fit.quantized, "are quantized: use the model that they were quantized from"),
-            (ignored, "would be ignored: its config.json is that of another model"),
+            (absent, "weights are missing or have another shape"),
+            (fit.quantized, "weights are quantized, as its config.json does not say"),
+            (ignored, "weights would be ignored, as its config.json is that of another model"),
         ):
             if names:
                 kind = type(model).__name__
-                raise UserError(f"task.model={self.model}: not a checkpoint of {kind}: {some(names)} {says}")
+                raise UserError(f"task.model={self.model}: not a checkpoint of {kind}: {says}: {some(names)}")
         if fit.unused:
-            self.state.remarks.append(f"{some(fit.unused)} of {self.model} are not used")
-        generation: Any = model.generation_config
-        if generation and (names := drop_settings_without_effect(generation)):
+            self.state.remarks.append(f"{self.model} has weights that are not used: {some(fit.unused)}")
+        if model.can_generate() and (names := drop_settings_without_effect(model.generation_config)):
             self.state.remarks.append(f"generation settings without effect are left out: {', '.join(names)}")
 
     def _is_replaced(self, model: PreTrainedModel, name: str) -> bool:
