@@ -142,6 +142,10 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ),
     # Adapters and new tokens.
     ((*LORA, "lora.target_modules=[q_proj, q_prj]"), "task.lora.target_modules: * q_prj*"),
+    (
+        (*LORA, "lora.target_modules=[norm]"),
+        "task.lora.target_modules, exclude_modules: model.norm cannot have adapters: exclude it; Target module *",
+    ),
     ((*NEW, "lora.r=2"), "task.lora adapts an existing model: set task.model, not task.architecture"),
     (
         (*LLAMA, "new_tokens=['<|endoftext|>', <a>]"),
@@ -151,13 +155,25 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
 NOT_ITS = (
     "task.model=bert: not a checkpoint of BertForSequenceClassification: weights are missing or have another shape: *"
 )
+ROBERTA = {"model_type": "roberta", "max_position_embeddings": 16, "pad_token_id": 1}
 TOO_LONG = "task.sequence_length=16: the model sees at most 8 tokens"
 DAMAGED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"bert/config.json": "{"}, BERT, "task.model=bert: cannot be loaded: *"),
     ({"bert/config.json": {"intermediate_size": 128}}, BERT, NOT_ITS),
     # transformers makes a BertTokenizer of nothing, with five tokens: every word is [UNK] to it
-    ({"bert/tokenizer.json": None, "bert/tokenizer_config.json": None}, BERT, "task.model=bert: *tokenizer*"),
-    ({"llama/tokenizer_config.json": {"model_max_length": 8}}, LLAMA, TOO_LONG),
+    ({"bert/tokenizer.json": None, "bert/tokenizer_config.json": None}, BERT, "task.model=bert: has no tokenizer*"),
+    (
+        {"llama/tokenizer.json": None, "llama/tokenizer_config.json": None}, LLAMA,
+        "task.model=llama: has no tokenizer that can be read: set task.tokenizer",
+    ),
+    ({"llama/config.json": {"max_position_embeddings": 8}}, LLAMA, TOO_LONG),
+    # 16 positions, of which the first two stand for padding and for nothing
+    ({"bert/config.json": ROBERTA}, BERT, "task.sequence_length=16: the model sees at most 14 tokens"),
+    (
+        {"llama/config.json": {"vocab_size": 257}}, LLAMA,
+        "the token <|pad|> has the id 257, but the model knows 257 tokens (task.tokenizer, *)",
+    ),
+    ({"llama/generation_config.json": {"max_new_tokens": -1}}, LLAMA, "task.model=llama: *`max_new_tokens` must be *"),
     (
         {"llama/adapter_config.json": "{}"}, LLAMA,
         "task.model=llama: holds adapters, not a model; name the model that they belong to*",
@@ -171,6 +187,26 @@ def test_what_does_not_fit_is_one_line(files: dict[str, Any], arguments: tuple[s
     found = refused(*arguments, write(files))
     assert fnmatchcase(found, says), found
     assert found.count("\n") == says.count("\n")
+
+
+def test_what_a_model_says_and_is_left_out_is_told() -> None:
+    """Attention that is chosen here, a limit that the model does not have, and settings of generation without effect,
+    with which the export would fail after the training. Tried with each of them as it is."""
+    sampling = {"temperature": 0.9, "top_p": 0.6, "do_sample": False, "early_stopping": True}
+    data = write({
+        "llama/config.json": {"_attn_implementation": "flash_attention_2"},
+        "llama/tokenizer_config.json": {"model_max_length": 8},
+        "llama/generation_config.json": sampling,
+    })  # fmt: skip
+    task, *_, model = built(*LLAMA, data, TEXT)
+    assert task.state.remarks == [
+        "llama: its config.json asks for flash_attention_2 attention, which is ignored",
+        "tokenizer_config.json has model_max_length=8: the model's 256 are used",
+        "generation settings without effect are left out: temperature, top_p, early_stopping",
+    ]
+    for built_model in (model, task.build_empty_model()[0]):
+        task.export(built_model, model.state_dict(), Path("export"))
+        assert "temperature" not in Path("export/generation_config.json").read_text()
 
 
 def test_a_dataset_that_is_not_there_is_named_with_the_other_mistakes() -> None:

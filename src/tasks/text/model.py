@@ -95,8 +95,11 @@ def add_adapters(
         try:
             adapted = peft.get_peft_model(model, config, revision=revision)
         except (ValueError, TypeError, re.error) as error:
-            refused = [name for name, layer in model.named_modules() if name and f"{layer} is not" in str(error)]
-            hint = f"{refused[0]} cannot have adapters: exclude it; " if refused else ""
+            ends = tuple(f".{name}" for name in lora.target_modules)
+            chosen = [
+                name for name, layer in model.named_modules() if f".{name}".endswith(ends) and f"{layer}" in f"{error}"
+            ]
+            hint = f"{chosen[0]} cannot have adapters: exclude it; " if chosen else ""
             raise UserError(f"task.lora.target_modules, exclude_modules: {hint}{cause(error)[:200]}") from error
     layers = adapted.get_base_model().named_modules()
     adapters = {name: layer for name, layer in layers if hasattr(layer, "reset_lora_parameters")}
@@ -615,18 +618,18 @@ class FineTuning(TextTask):
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
         report the positions of its tokens in the text."""
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
-        says = f"task.{setting}={source}: has no tokenizer"
+        hint = ": set task.tokenizer" if "tokenizer" in type(self).model_fields else ""
         with loading(setting, source):
             try:
                 tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
             except ValueError as error:
-                raise UserError(f"{says} that can be read: set task.tokenizer") from error
+                raise UserError(f"task.{setting}={source}: has no tokenizer that can be read{hint}") from error
         if not tokenizer.is_fast:
             hint = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
             raise UserError(f"{source}: {type(tokenizer).__name__} does not report token positions; {hint}")
         # what transformers makes if there are no files at all; T5's has a token for spaces
         if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
-            raise UserError(f"{says}: set task.tokenizer")
+            raise UserError(f"task.{setting}={source}: has no tokenizer{hint}")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
