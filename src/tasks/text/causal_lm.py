@@ -81,9 +81,6 @@ class CausalLM(CausalLMSettings, Decoder):
         attention = self._choose_attention()
         return LanguageModel(self.with_adapters(model), attention)
 
-    def num_new_tokens(self) -> int:
-        return len(self.new_tokens)
-
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = super()._tokenizer

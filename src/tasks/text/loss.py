@@ -367,8 +367,9 @@ def _in_bf16_under_autocast(_module: nn.Module, _inputs: Any, states: Tensor) ->
 
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
-"""Two rows of documents; packed documents have lengths of 3, 5, 6 and 2, others of 8 and 3, with padding."""
-PADDING = 5
+"""Two rows of documents; packed documents have lengths of 3, 5, 6 and 2, others of 8 and 3."""
+ORIGINAL = "original_max_position_embeddings"
+"""The length that rotary embeddings were first trained on: above it, some kinds become other ones for a whole batch."""
 ROUNDING = 0.05
 """Relative difference of logits that is allowed in half precision: rounding makes less than 0.005; documents that see
 each other, 0.2 to 0.9."""
@@ -377,21 +378,16 @@ each other, 0.2 to 0.9."""
 def require_decoder(config: PreTrainedConfig, packing: bool, sequence_length: int) -> None:
     """Raise a UserError if models of this kind cannot be trained: they fail, see the tokens that they have to predict
     or other documents of their row or batch, or have other logits than a LanguageModel computes."""
-    original = min((rope[ORIGINAL] for rope in _extended_ropes(config)), default=sequence_length)
-    if says := failure(config, "sdpa", packing, "cpu", torch.float32, is_extended=sequence_length > original):
-        hint = "packed documents may see each other: try --task.packing=false" if packing else ""
-        if sequence_length > original:
+    config = copy.deepcopy(config)
+    hint = "packed documents may see each other: try --task.packing=false" if packing else ""
+    text: Any = config.get_text_config()
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (vars(text), ropes, *filter(lambda part: isinstance(part, dict), ropes.values())):
+        if sequence_length > (original := rope.get(ORIGINAL) or sequence_length):
+            rope[ORIGINAL] = 4  # of the trial's documents, some are longer
             hint = f"longer ones may change how those beside them are read: try --task.sequence_length={original}"
+    if says := failure(config, "sdpa", packing, "cpu", torch.float32):
         raise UserError(f"{config.model_type} cannot be trained here: {says}{hint and f' ({hint})'}")
-
-
-ORIGINAL = "original_max_position_embeddings"
-
-
-def _extended_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of rotary embeddings that serve longer sequences than they were first trained on."""
-    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict) and ORIGINAL in rope]
 
 
 def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
@@ -401,22 +397,15 @@ def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
         raise UserError(f"{config.model_type}: processes cannot split its sequences (cp_size): {says}")
 
 
-def failure(
-    config: PreTrainedConfig,
-    attention: str,
-    packing: bool,
-    device: str,
-    dtype: torch.dtype,
-    is_extended: bool = False,
-) -> str | None:
+def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str, dtype: torch.dtype) -> str | None:
     """Return why models of this kind can't be trained with this attention on the device in `dtype`; None if they can.
 
     In a row of several documents, or beside a longer row, each token's logits must be those that transformers computes
     with masks, from its own document alone, up to that token. And there must be gradients. The CPU's random state stays
-    as it was. `is_extended`: some documents are longer than the original length of rotary embeddings, others shorter.
+    as it was.
     """
     name = type(config).__name__.removesuffix("Config")
-    lengths = [3, 5, 6, 2] if packing else [8, 3, PADDING]
+    lengths = [3, 5, 6, 2] if packing else [8, 3, 5]  # the last five are padding
     tokens = TOKENS.view(4, 4) if attention == "in_halves" else TOKENS
     positions = torch.cat([torch.arange(length) for length in (lengths if packing else [8, 8])]).view_as(tokens)
     ends = torch.tensor(lengths).cumsum(0).tolist()
@@ -424,7 +413,7 @@ def failure(
     gpus = [torch.cuda.current_device()] if device == "cuda" and torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=gpus), torch.autocast(device, dtype, enabled=is_half):
-            lm = small_model(config, is_extended).to(device).eval()
+            lm = small_model(config).to(device).eval()
             inputs: Any = {"input_ids": tokens, "position_ids": positions, **document_lengths(ends)}
             inputs = send_to_device(inputs, device)
             documents = inputs["input_ids"].flatten().split(lengths)[: 4 if packing else 2]
@@ -440,13 +429,10 @@ def failure(
     return says if not difference < (ROUNDING if is_half else 1e-5) else None  # rounding makes it 1e-6
 
 
-def small_model(config: PreTrainedConfig, is_extended: bool) -> Any:
+def small_model(config: PreTrainedConfig) -> Any:
     """Return a model of the same class with few and narrow layers, one of each kind; if the class rejects that, with
-    layers of their own width. `is_extended`: its rotary embeddings are extended from 4 tokens."""
-    config = copy.deepcopy(config)
+    layers of their own width."""
     own = config.get_text_config()
-    for rope in [*_extended_ropes(config), vars(own)] if is_extended else ():
-        rope[ORIGINAL] = 4
     kinds = vars(own).get("layer_types")  # a property would follow from other fields
     few: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2, "attention_chunk_size": 2}
     few |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

@@ -43,13 +43,13 @@ class Fit(NamedTuple):
     """Those of the unused ones that transformers does not know to ignore by their names."""
     quantized: set[str]
     """The files' weights that are not floats."""
-    is_untied: bool
-    """Whether the files have different values for weights that the config ties: `from_pretrained` keeps these apart."""
+    has_both: bool
+    """Whether the files have two weights that the config ties: `from_pretrained` compares their values."""
 
 
 def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, Fit]:
     """Return the model that `build` makes, with parameters on the meta device and buffers with their values; and how
-    the files fit it. Of the files, only the headers are read, and tied weights if all of them are there."""
+    the files fit it. Of the files, only the headers are read."""
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()
@@ -61,17 +61,11 @@ def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> 
     model._adjust_missing_and_unexpected_keys(found)
     absent = {*found.missing_keys, *(name for name, *_ in found.mismatched_keys)}
     quantized = {name for name, part in slices.items() if name.endswith("weight") and part.dtype not in FLOATS}
-    is_untied = False
+    has_both = False
     for target, source in model.all_tied_weights_keys.items():
-        if not absent & {target, source}:
-            is_untied |= not _are_equal(slices.get(target), slices.get(source))
+        has_both |= not absent & {target, source}
         absent -= {target} if source not in absent else set()
-    return model, Fit(absent, unused, found.unexpected_keys, quantized, is_untied)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two slices have the same values; False if the files have other names for them."""
-    return bool(one and other) and torch.equal(one[:].float(), other[:].float())
+    return model, Fit(absent, unused, found.unexpected_keys, quantized, has_both)
 
 
 def draw_weights(model: PreTrainedModel, names: set[str]) -> None:

@@ -63,7 +63,7 @@ from src.tasks.text.meta_loading import (
 from src.tasks.text.reading import TextTask
 from src.tasks.text.settings import DecoderSettings, Lora
 from src.tasks.text.streaming.stream import Stream
-from src.tasks.text.tokenizing import byte_tokenizer, require_known
+from src.tasks.text.tokenizing import byte_tokenizer
 
 logging.set_verbosity_error()  # what is missing or does not fit is judged here
 
@@ -295,25 +295,13 @@ def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> 
     return positions
 
 
-def check_fit(
-    sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, num_new: int = 0
-) -> list[str]:
-    """Return what the user should know. Raise a UserError if sequences are longer than the model supports, or it does
-    not know a special token, besides `num_new` new ones."""
-    limit = max_length(config, tokenizer)
+def check_fit(sequence_length: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return what the user should know. Raise a UserError if sequences are longer than the model supports."""
+    limit, said = max_length(config, tokenizer), tokenizer.model_max_length
     if sequence_length > limit:
         raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
-    special = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    require_known([token for token in special if token is not None], tokenizer, num_known(config, tokenizer, num_new))
-    if sequence_length <= tokenizer.model_max_length:
-        return []
-    return [f"tokenizer_config.json has model_max_length={tokenizer.model_max_length}: the model's {limit} are used"]
-
-
-def num_known(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, num_new: int) -> int:
-    """Return the number of rows of the model's embedding: it is resized for new tokens."""
-    known: int = config.get_text_config().vocab_size
-    return max(known, len(tokenizer)) if num_new else known
+    is_less = sequence_length > said
+    return [f"tokenizer_config.json has model_max_length={said}: the model's {limit} are used"] * is_less
 
 
 def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -506,7 +494,7 @@ class FineTuning(TextTask):
             if not (files := self._plain_files()):
                 return None
             model, fit = empty_pretrained(self.model_from_config, files)
-            if fit.is_untied:
+            if fit.has_both:
                 return None
             draw_weights(model, fit.absent)
             with suppress(OSError):  # if there is none, it follows from the config
@@ -552,10 +540,11 @@ class FineTuning(TextTask):
         with loading("model", self.model):
             source, config = str(self.model), self._config
             model, found = load_pretrained(self.auto_class, source, self.revision, config, self.base_dtype)
-            absent, unexpected = found["missing_keys"], found["unexpected_keys"]
-            fit = Fit(absent, unexpected, unexpected, set(), is_untied=False)
             if files := self._plain_files():
                 _, fit = empty_pretrained(self.model_from_config, files)
+            else:
+                absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+                fit = Fit(absent, found["unexpected_keys"], found["unexpected_keys"], set(), has_both=False)
         keep_layout(model)
         self._accept(model, fit)
         head: Any = model.get_output_embeddings()
@@ -598,12 +587,11 @@ class FineTuning(TextTask):
     def _is_replaced(self, model: PreTrainedModel, name: str) -> bool:
         """Return whether a weight in the files belongs to a part that the trained model is meant not to have: the head
         that a classifier replaces, or what a multimodal checkpoint has for other inputs than text."""
-        base = f"{model.base_model_prefix}."
-        part, *_ = name.removeprefix(base).split(".")
-        is_known = hasattr(model, part) or hasattr(model.base_model, part)
-        if self.has_new_head:
-            return "pooler" in name or not (is_known or name.startswith(base))
-        return not is_known and self._config.get_text_config() is not self._config
+        part, *_ = name.removeprefix(f"{model.base_model_prefix}.").split(".")
+        has_own_head = not self.has_new_head
+        if has_own_head and self._config.get_text_config() is self._config:
+            return False
+        return not getattr(model.base_model, part, None) and not (has_own_head and hasattr(model, part))
 
     def _load_weights(self, model: Any, device: torch.device) -> None:
         """Read this process's shards of the weights into a sharded model from `build_empty_model`, with or without
@@ -709,17 +697,13 @@ class Decoder(DecoderSettings, FineTuning):
         if getattr(config.get_text_config(), "output_router_logits", False):
             says = "the auxiliary loss of a mixture of experts would depend on the number of processes"
             raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
-        self.state.remarks += check_fit(self.sequence_length, config, self._tokenizer, self.num_new_tokens())
+        self.state.remarks += check_fit(self.sequence_length, config, self._tokenizer)
         return config
 
     def check_config(self) -> None:
         """Raise a UserError, before any work begins, if the model has no config, or it does not fit the tokenizer and
         the sequences."""
         _ = self._config
-
-    def num_new_tokens(self) -> int:
-        """Return how many of the tokenizer's tokens are new to the pretrained model."""
-        return 0
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
