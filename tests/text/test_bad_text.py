@@ -113,7 +113,7 @@ DATA: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # Chats and their templates.
     ({"a.jsonl": [*CHATS, {"messages": []}]}, NEW, "a.jsonl, line 20: messages is not a list of messages; 1 of 20 *"),
     ({"a.jsonl": CHATS, "a.jinja": "{% for %}"}, (*NEW, "chat_template=a.jinja"), "*Expected an expression*"),
-    ({"a.jsonl": CHATS, "llama/chat_template.jinja": None}, LLAMA, "the tokenizer has no chat template: *"),
+    ({"a.jsonl": CHATS, "llama/chat_template.jinja": None}, LLAMA, "a.jsonl, line 1: the tokenizer has no chat template: *"),
 ]  # fmt: skip
 SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*NEW, TEXT, "prompt_column=label"), "which of the dataset's columns (*"),
