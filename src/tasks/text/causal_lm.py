@@ -99,12 +99,14 @@ class CausalLM(CausalLMSettings, Decoder):
         elif self.chat_template:
             with explained("task.chat_template: cannot be read: ", (OSError, UnicodeDecodeError)):
                 tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
+        if not self.chat_template:
+            return tokenizer
         marks = ends_of_turn(tokenizer)
-        if self.chat_template and not marks:
+        if not marks:
             says = f"task.chat_template={self.chat_template} ends a turn without a special token of the tokenizer's"
             hint = "list its marks in task.new_tokens, such as '[<|im_start|>, <|im_end|>]', or write {{ eos_token }}"
             raise UserError(f"{says}, so the model would never stop: {hint}")
-        if self.chat_template and tokenizer.eos_token not in marks:
+        if tokenizer.eos_token not in marks:
             tokenizer.eos_token = marks[0]
         return tokenizer
 
@@ -115,11 +117,9 @@ class CausalLM(CausalLMSettings, Decoder):
         asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
         self._columns = find_columns(asked, names)
         prompt = self._columns.get("prompt")
-        first = opened[0].train.read(0, 0, 1, [prompt])[0][prompt] if prompt else []
-        if "messages" in self._columns or any(isinstance(value, list) for value in first):
-            columns = self._chat_encoders()
-        else:
-            columns = dict.fromkeys(self._columns.values(), as_text)
+        prompts = opened[0].train.read(0, 0, 1, [prompt])[0][prompt] if prompt else []  # the first tells, as in TRL
+        is_chat = "messages" in self._columns or any(isinstance(value, list) for value in prompts)
+        columns = self._chat_encoders() if is_chat else dict.fromkeys(self._columns.values(), as_text)
         train, evaluation = self.usable_parts(opened, columns)
         self.check_config()
         if self.is_streamed:  # room: streaming

@@ -114,8 +114,7 @@ class Chunker:
         """Return the same, with the place of each chunk's row in the batch as `row`; int64. A row may have none."""
         rows = [self._as_text(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
-        is_chat = not self.columns.keys().isdisjoint(("messages", "row"))
-        prefix, suffix = ([], []) if is_chat else _special_tokens(self.tokenizer)
+        prefix, suffix = ([], []) if {"messages", "row"} & self.columns.keys() else _special_tokens(self.tokenizer)
         begin, end = ("".join(self.tokenizer.convert_ids_to_tokens(special)) for special in (prefix, suffix))
         has_spans = any(spans is not None for _, spans in rows)
         encoded = _encode([text for text, _ in rows], self.tokenizer, has_spans)
@@ -144,8 +143,8 @@ class Chunker:
         if "text" in values:
             return values["text"], None
         if "messages" in values or "tools" in values:
-            parts = {role: json.loads(values[role]) for role in ("prompt", "messages", "completion") if role in values}
-            chat = [message | ({"weight": 0} if role == "prompt" else {}) for role in parts for message in parts[role]]
+            prompt = [message | {"weight": 0} for message in json.loads(values.get("prompt", "[]"))]
+            chat = prompt + json.loads(values.get("messages") or values["completion"])
             tools = json.loads(values.get("tools") or "null")
             return render_chat(chat, tools, self.tokenizer, self.train_on_prompts)
         text = values["prompt"] + values["completion"]
