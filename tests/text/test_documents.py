@@ -180,7 +180,11 @@ def test_rows_with_a_first_and_last_token_get_no_second_one(row_format: Columns,
     assert pack(marked, 512).describe(512)["had_bos_or_eos"] == len(marked) - 1
     assert "had_bos_or_eos" not in pack(bare, 512).describe(512)
     # white space may follow, as ChatML has it. Tried without: a second end after it
-    for columns, written in ((TEXT, {"t": [f"{END}hi{END}\n"]}), (PAIR, {"q": ["hi"], "a": [f"yo{END} \n"]})):
+    spaced: list[tuple[Columns, Any]] = [
+        (TEXT, {"t": [f"{END}hi{END}\n"]}),
+        (PAIR, {"q": ["hi"], "a": [f"yo{END} \n"]}),
+    ]
+    for columns, written in spaced:
         assert learnt(chunks(columns, **written)).count(END) == 1
 
 

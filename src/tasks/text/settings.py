@@ -161,7 +161,7 @@ class CausalLMSettings(DecoderSettings):
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
     chat_template: str | None = None
-    """A Jinja file with a chat template, or chatml, a common one, which writes tools, tool calls and thoughts; null: the
+    """A Jinja file with a chat template, or chatml, a common one that writes tools, calls and thoughts; null: the
     tokenizer's own."""
     new_tokens: list[str] = []
     """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and last layer are trained,
