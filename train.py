@@ -169,7 +169,7 @@ def build(config: Config) -> Run | None:
         return None
 
     # ------------------------------------------------------------------------------------------------------- data
-    config = begin_task(config, launch)
+    config = begin_task(config, launch, resume)
     train_set, eval_set = build_data(config, accelerator)
     describe = config.task.describe
     fingerprints = fingerprints_of(config.task, (train_set, eval_set), accelerator)

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
@@ -86,6 +87,9 @@ class TaskState:
     """What `build_datasets` learns from the training data and `build_model` needs, such as labels, as JSON. Checkpoints
     and exports keep it, so that the model can be built without the data. If it is set before `build_datasets` is
     called, the model has been trained already: keep it."""
+    date: str = field(default_factory=lambda: datetime.now().isoformat(" ", "seconds"), compare=False)
+    """When the run began, in local time, the same on all processes: for data that name the day. A resumed run has what
+    its checkpoint holds as `date` in `data`."""
     notes: list[str] = field(default_factory=list)
     """What was chosen for this device and dtype, for the start-up summary."""
     remarks: list[str] = field(default_factory=list)

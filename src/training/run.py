@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch import nn
 from torch.optim import Optimizer
 
@@ -147,9 +147,12 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
-def begin_task(config: Config, launch: Launch) -> Config:
-    """Return the settings with the task of this run. Raise a UserError if it asks for what the device cannot do."""
+def begin_task(config: Config, launch: Launch, resume: ResumePoint) -> Config:
+    """Return the settings with the task of this run. Raise a UserError if it asks for what the device cannot do.
+    Collective."""
     state = TaskState(device=launch.device, dtype=HALF_PRECISION.get(launch.precision, torch.float32))
+    kept = resume.state.origin.data_state if resume.state else {}
+    (state.date,) = broadcast_object_list([kept.get("date", state.date)])
     return config.model_copy(update={"task": config.task.begin(state)})
 
 

@@ -81,6 +81,43 @@ def test_a_row_that_cannot_be_used_is_named_by_file_and_line_and_counted_or_left
     assert [task.describe(*part)["skipped_rows"] for part in (("train", train), ("eval", evaluation))] == [0, 2]
 
 
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate!') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+THOUGHT = [CHAT[0], CHAT[1] | {"reasoning_content": "Hm."}]
+
+
+REJECTED = "rejects the chat that begins with 'hi': alternate!"
+SHORTENED = "leaves out 'Hm.' of the chat that begins with 'hi': set --task.chat_template=chatml, which *"
+
+
+@pytest.mark.parametrize(
+    ("part", "streaming", "chat", "why", "counts"),
+    [
+        ("train", "false", [CHAT[0], *CHAT], REJECTED, f"1 of 40 rows in the training data *: fix them, {FIX}"),
+        ("test", "false", THOUGHT, SHORTENED, f"1 of 40 rows in the evaluation data *: fix them, {FIX}"),
+        ("train", "true", THOUGHT, SHORTENED, f"fix it, {FIX}"),
+    ],
+)  # fmt: skip
+def test_a_chat_that_the_template_cannot_write_is_named_by_file_and_line_or_left_out(
+    part: str, streaming: str, chat: list[Any], why: str, counts: str
+) -> None:
+    """Tried without: it is named by its beginning alone, and never left out."""
+    files = {f"a/{name}.jsonl": CHATS * 2 + [{"messages": CHAT}] * 2 for name in ("train", "test")}
+    files[f"a/{part}.jsonl"][19] = {"messages": chat}
+    data = write(files)
+    tiny.write({"strict.jinja": STRICT})
+    arguments = (*NEW, "chat_template=strict.jinja", "sequence_length=64", f"streaming={streaming}", data)
+    says = refused(*arguments)
+    assert fnmatchcase(says, f"a/{part}.jsonl, line 20: the tokenizer's chat template {why}; {counts}"), says
+    task, train, evaluation, _ = built(*arguments, SKIP)
+    if streaming == "false":
+        skipped = [task.describe(*of)["skipped_rows"] for of in (("train", train), ("eval", evaluation))]
+        assert skipped == [part == "train", part == "test"]
+
+
 NO_ROWS = 'one object, not rows: write a list of objects, or one per line (pandas: orient="records", lines=True)'
 TRAIN: dict[str, Any] = {"data/train.jsonl": ROWS}
 DATA: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
@@ -113,7 +150,7 @@ DATA: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # Chats and their templates.
     ({"a.jsonl": [*CHATS, {"messages": []}]}, NEW, "a.jsonl, line 20: messages is not a list of messages; 1 of 20 *"),
     ({"a.jsonl": CHATS, "a.jinja": "{% for %}"}, (*NEW, "chat_template=a.jinja"), "*Expected an expression*"),
-    ({"a.jsonl": CHATS, "llama/chat_template.jinja": None}, LLAMA, "the tokenizer has no chat template: *"),
+    ({"a.jsonl": CHATS, "llama/chat_template.jinja": None}, LLAMA, "a.jsonl, line 1: the tokenizer has no chat templ*"),
 ]  # fmt: skip
 SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*NEW, TEXT, "prompt_column=label"), "which of the dataset's columns (*"),

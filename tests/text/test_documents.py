@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import processors
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors, trainers
+from tokenizers import models as kinds
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from src.checkpoint.compatibility import require_same_data
 from src.config.config import changed_settings, config_from
+from src.config.errors import UserError
 from src.tasks import TASKS
-from src.tasks.text.chats import ChatEncoder, as_tools
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools
 from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
@@ -27,6 +30,7 @@ from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
 from src.training.state import Origin
 from tests.faults.runs import ORIGIN
+from tests.launching import Launch
 from tests.text import tiny
 from tests.text.tiny import END, write
 
@@ -133,6 +137,7 @@ def test_long_text_makes_several_chunks_and_long_prompts_are_cut(monkeypatch: py
     assert not any(table["truncated"])
     assert chunks(PAIR, **LONG)["truncated"] == [True, False]
     monkeypatch.setattr("src.tasks.text.tokenizing.SLICE", 7)
+    monkeypatch.setattr("src.tasks.text.tokenizing.OVERLAP", 3)
     assert chunks(TEXT, length=10, t=texts)[:] == table[:]
 
 
@@ -147,6 +152,9 @@ def test_chats_of_other_kinds_are_learnt_as_the_usual_ones() -> None:
         assert chunks(CHATS, m=[chat])[:] == whole[:]
     weighed = [{"weight": 0 if m["content"] == "Yo" else None, **m} for m in CHAT]
     assert learnt(whole) == f"Yo{END}{learnt(chunks(CHATS, m=[weighed]))}"
+    for empty in ("", " \n"):  # as an empty completion is
+        with pytest.raises(ValueError, match=r"has a message 2 that is empty \(its role is assistant\)"):
+            chunks(CHATS, m=[[CHAT[1], {"role": "assistant", "content": empty}]])
 
 
 def test_roles_that_neither_the_standard_nor_the_template_knows_are_named_with_their_turns() -> None:
@@ -171,6 +179,13 @@ def test_rows_with_a_first_and_last_token_get_no_second_one(row_format: Columns,
         assert marked[name][:] == bare[name][:]
     assert pack(marked, 512).describe(512)["had_bos_or_eos"] == len(marked) - 1
     assert "had_bos_or_eos" not in pack(bare, 512).describe(512)
+    # white space may follow, as ChatML has it. Tried without: a second end after it
+    spaced: list[tuple[Columns, Any]] = [
+        (TEXT, {"t": [f"{END}hi{END}\n"]}),
+        (PAIR, {"q": ["hi"], "a": [f"yo{END} \n"]}),
+    ]
+    for columns, written in spaced:
+        assert learnt(chunks(columns, **written)).count(END) == 1
 
 
 def test_calls_of_tools_are_learnt_with_their_arguments_as_they_were_written() -> None:
@@ -190,7 +205,7 @@ def test_calls_of_tools_are_learnt_with_their_arguments_as_they_were_written() -
     tools = [json.dumps([{"function": {"name": "weather"}}])]
     form = {"messages": "m", "tools": "t"}
     for without, begins in ((chats[0], r"Bern\?"), (CHAT[1:3], "Hi")):
-        with pytest.raises(ValueError, match=f"leaves out the tools or .* the chat that begins with '{begins}'"):
+        with pytest.raises(ValueError, match=f"leaves out 'weather' of the chat that begins with '{begins}'"):
             chunks(form, m=[without], t=tools)
     table = chunks(form, m=chats, t=tools * 4, template=QWEN)
     written = [of if isinstance(of, str) else json.dumps(of) for of in arguments]
@@ -200,13 +215,185 @@ def test_calls_of_tools_are_learnt_with_their_arguments_as_they_were_written() -
     assert text.startswith('<|im_start|>system\n[{"function": {"name": "weather"}}]')
 
 
+def test_a_prompt_and_a_completion_of_messages_are_a_chat_whose_completion_is_learnt() -> None:
+    """As TRL has them, with tools or without, loaded, streamed and mixed. Tried without: prompt is list, not text."""
+    row = {"prompt": CHAT[:4], "completion": CHAT[4:]}
+    shows = f"<|endoftext|><system>Be brief.{END}<user>Hi{END}<assistant>Yo{END}<user>Bye{END}<assistant>⟦Ciao{END}⟧"
+    assert shown(row, packing=False).split("────\n")[1] == shows
+    rows = {"rows.jsonl": [row] * 20, "other.jsonl": [{"messages": CHAT}] * 20}
+    write(rows)
+    for data in ({"streaming": True, "dataset": "rows.jsonl"}, {"sources": [{"dataset": "rows.jsonl"}] * 2}):
+        task = tiny.task(**data, packing=False, sequence_length=256)
+        parts = task.build_datasets()
+        assert {task.preview(part, 0).split("────\n")[1] for part in parts} == {shows}
+    with pytest.raises(UserError, match="line 2: prompt is not a list of messages; 1 of 2 rows"):
+        shown(row, {"prompt": "Hi", "completion": "Yo"})
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     with pytest.raises(ValueError, match="rewrites earlier turns"):
         chunks(CHATS, m=[CHAT], template=REWRITING)
     assert learnt(chunks(CHATS, m=[CHAT], template=REWRITING, train_on_prompts=True)).startswith("Be brief.HiYo")
 
 
+# ------------------------------------------------------------------------------------- what a template has to write
+ROLES = "{% for m in messages %}<{{ m.role }}>"
+PLAIN = ROLES + "{{ m.content }}{% endfor %}"
+LIKE_QWEN3 = (
+    ROLES
+    + "{% if m.reasoning_content and loop.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% endfor %}"
+)
+WANTS_PARTS = ROLES + "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endfor %}"
+ASKED = {"role": "user", "content": "What is 0 plus 0?"}
+FUNCTION = {"name": "weather", "arguments": '{"city": "Bern", "days": [{"n": 70}]}'}
+ANSWERED: dict[str, Any] = {"role": "assistant", "content": "0"}
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "missing"),
+    [
+        (PLAIN, [ASKED, ANSWERED | {"reasoning_content": "I add."}], "I add."),
+        (PLAIN, [ASKED, ANSWERED | {"thinking": "I add."}], "I add."),
+        (PLAIN, [ASKED, {"role": "assistant", "content": "", "function_call": FUNCTION}], "weather"),
+        (PLAIN, [ASKED, ANSWERED | {"tool_calls": [{"function": FUNCTION}]}], "weather"),
+        (QWEN.replace("call.function", "call.function.name"), [ASKED, {**ANSWERED, "function_call": FUNCTION}], "city"),
+        (WANTS_PARTS, [ASKED, ANSWERED], ASKED["content"]),
+        # An answer that is a part of its question. Tried with looking for it anywhere.
+        (ROLES + "{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", [ASKED, ANSWERED], "0"),
+        (PLAIN.replace("messages", "messages[1:]"), [CHAT[0], ASKED, ANSWERED], "Be brief."),
+        # Thoughts within the content, as DeepSeek-R1's template leaves them out.
+        (
+            PLAIN.replace("content", "content.split('</think>')[-1]"),
+            [ASKED, ANSWERED | {"content": "<think>I add.</think>0"}],
+            "I add.",
+        ),
+        # What may be left out or written otherwise: earlier thoughts, white space, as JSON, and SmolLM3's flag.
+        (LIKE_QWEN3, [ASKED, ANSWERED | {"thinking": "I add."}, ASKED, ANSWERED | {"thinking": "Again."}], None),
+        (PLAIN.replace("content", "content | trim"), [ASKED, ANSWERED | {"content": " 0\n"}], None),
+        (PLAIN.replace("content", "content | tojson"), [ASKED, ANSWERED | {"content": 'She said:\n"0"'}], None),
+        (
+            PLAIN.replace("content", "content.replace('/no_think', '').rstrip()"),
+            [{"role": "system", "content": "Be brief. /no_think"}, ASKED, ANSWERED],
+            None,
+        ),
+    ],
+)
+def test_what_a_chat_says_and_its_template_does_not_write_is_refused(
+    template: str, chat: list[Any], missing: str | None
+) -> None:
+    """Contents, thoughts and calls, to each value in their arguments. Tried without: they are not learnt."""
+    if missing is None:
+        chunks(CHATS, m=[chat], template=template, train_on_prompts=True)
+        return
+    says = (
+        f"leaves out {missing!r} of the chat that begins with {chat[0]['content']!r}: set --task.chat_template=chatml"
+    )
+    with pytest.raises(UserError, match=re.escape(says)):
+        chunks(CHATS, m=[chat], template=template, train_on_prompts=True)
+
+
+def test_chatml_writes_tools_calls_and_thoughts_as_qwen3_does() -> None:
+    """Written out as Qwen3's template writes it, but for the empty thoughts. Earlier thoughts are left out."""
+    call = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
+    chat: list[Any] = [
+        CHAT[0],
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yo", "reasoning_content": "left out"},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "Let me see.", "thinking": "Ask.", "tool_calls": [call, call]},
+        *[{"role": "tool", "content": "rain"}] * 2,
+        {"role": "assistant", "content": "", "function_call": call["function"]},
+        {"role": "function", "content": "sun"},
+        {"role": "assistant", "content": "Mixed.", "reasoning_content": "So."},
+    ]
+    tool = {"type": "function", "function": {"name": "weather"}}
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    turns = [
+        f"<think>\nAsk.\n</think>\n\nLet me see.\n{written}\n{written}<|im_end|>\n",
+        f"{written}<|im_end|>\n",
+        "<think>\nSo.\n</think>\n\nMixed.<|im_end|>\n",
+    ]
+    table = chunks({"messages": "m", "tools": "t"}, 4096, m=[chat], t=[[tool]], template=CHATML)
+    assert learnt(table) == "".join(["Yo<|im_end|>\n", *turns])
+    answers = "<|im_start|>assistant\n"
+    results = "<tool_response>\nrain\n</tool_response>"
+    assert str(byte_tokenizer().decode(table[0]["input_ids"])) + "\n" == (
+        "<|im_start|>system\nBe brief.\n\n# Tools\n\n"
+        "You may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n"
+        '<tools>\n{"type": "function", "function": {"name": "weather"}}\n</tools>\n\n'
+        "For each function call, return a json object with function name and arguments within "
+        '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+        "</tool_call><|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        f"{answers}Yo<|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n{answers}{turns[0]}"
+        f"<|im_start|>user\n{results}\n{results}<|im_end|>\n{answers}{turns[1]}"
+        f"<|im_start|>user\n<tool_response>\nsun\n</tool_response><|im_end|>\n{answers}{turns[2]}"
+    )
+
+
+def test_a_role_token_that_takes_in_the_space_after_it_is_not_learnt() -> None:
+    """Tried without: `<|assistant|>` is, as it ends within the answer."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(
+        [AddedToken(f"<|{name}|>", special=True, rstrip=True) for name in ("user", "assistant", "end")]
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    chat = ChatEncoder(tokenizer.chat_template)([CHAT[1], {"role": "assistant", "content": "    return 0 "}])
+    table = Chunker(CHATS, tokenizer, 64, False).make_chunks(Dataset.from_dict({"m": [chat]}), "test")
+    (labels,) = np.array(table["labels"])
+    assert tokenizer.decode(labels[labels != -100]) == "return 0 <|end|>"
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_long_text_is_cut_where_the_tokenizer_cuts(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """Its tokens are those of the whole text, though the tokenizer puts a space before each text that it gets, or joins
+    line ends. Tried with slices that end with a line: a space too many in each, and a line end for two."""
+    text = "".join(np.random.default_rng(0).choice(["ab", " ", "\n", "\n\n", "ü", "😀", "abc "], 4000))
+    tokenizer = Tokenizer(kinds.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"\n+"), "isolated"), pre_tokenizers.Metaspace(prepend_scheme=scheme),
+    ])  # fmt: skip
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", END], show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    monkeypatch.setattr("src.tasks.text.tokenizing.SLICE", 300)
+    monkeypatch.setattr("src.tasks.text.tokenizing.OVERLAP", 60)
+    table = Chunker(TEXT, fast, 10**5, False).make_chunks(Dataset.from_dict({"t": [text]}), "test")
+    assert table[0]["input_ids"] == whole.ids
+    pair = {"q": [text[:500]], "a": [text[500:]]}
+    table = Chunker(PAIR, fast, 10**5, False).make_chunks(Dataset.from_dict(pair), "test")
+    targets = sum(end > 500 for _, end in whole.offsets) + 1
+    assert (table[0]["input_ids"], table[0]["targets"]) == (whole.ids, targets)
+
+
 # --------------------------------------------------------------------------------------------------- ends of a turn
+def test_a_template_that_ends_no_turn_with_a_special_token_is_refused(models: Path) -> None:
+    """The model would never stop. Tried without: it is trained. One that only rejects a simple chat is not refused."""
+    write(
+        {
+            "none.jinja": PLAIN,
+            "line.jinja": PLAIN.replace("{% endfor", "\n{% endfor"),
+            "eos.jinja": PLAIN + "{{ eos_token }}",
+        }
+    )
+    for template in ("chatml", "none.jinja", "line.jinja"):
+        says = (
+            f"task.chat_template={template} ends a turn without a special token *: list its marks in task.new_tokens,*"
+        )
+        with pytest.raises(UserError) as error:
+            _ = tiny.task(model=str(models / "llama"), chat_template=template)._tokenizer
+        assert fnmatchcase(str(error.value), says)
+    marks = ["<|im_start|>", "<|im_end|>"]
+    assert tiny.task(chat_template="chatml", new_tokens=marks)._tokenizer.eos_token == "<|im_end|>"
+    write({"strict.jinja": "{{ raise_exception('wants a system message') }}"})
+    for template in ("eos.jinja", "strict.jinja"):
+        assert tiny.task(chat_template=template)._tokenizer.eos_token == END
+
+
 @pytest.mark.parametrize(("eos", "ends"), [("<|endoftext|>", [256, 258]), ("<|end|>", [258, 256])])
 def test_a_base_model_is_exported_to_end_a_turn(models: Path, tmp_path: Path, eos: str, ends: list[int]) -> None:
     """And still where it ended before. Tried without the mark of the template: [256]."""
@@ -368,6 +555,14 @@ def test_what_is_read_and_what_contributes(row: Any, settings: dict[str, Any], e
     assert shown(row, packing=False, **settings).split("────\n")[1] == expected
 
 
+def test_what_looks_like_a_token_but_is_several_is_shown_as_several() -> None:
+    """Tried without: as if the model knew it."""
+    marks = {"chat_template": "chatml", "new_tokens": ["<|im_end|>"]}
+    text = shown({"messages": CHAT[1:3]}, packing=False, **marks).split("────\n")[1]
+    start = "·".join("<|im_start|>")
+    assert text == f"{start}user\nHi<|im_end|>\n{start}assistant\n⟦Yo<|im_end|>\n⟧"
+
+
 def test_mistakes_show_the_texts_as_they_were_written_in_the_order_of_the_evaluation_set(models: Path) -> None:
     """Tried without the order by length: the texts are another example's. Tried without the cut."""
     rows = ["A\tlong  text, CAFÉ\tits second\tyes\n", f"B\t{'x' * 300}\tb\tno\n", "C\tShort\tc\tyes\n"]
@@ -414,6 +609,38 @@ def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edi
         file.write_text(edit(file.read_text()))
     with pytest.raises(ValueError, match=re.escape(says)):
         require_same_data(Path("step"), then, origin(reviews))
+
+
+def test_a_date_in_a_chat_template_is_that_of_the_runs_start(launch: Launch, tmp_path: Path) -> None:
+    """The same on all processes and after a resume without the cache, and the summary says so. Tried without: the
+    processes read different rows, and the resumed run is refused as one of other data."""
+    tiny.chats(tmp_path / "chats.jsonl")
+    dated = "<{{ strftime_now( '%d %b %Y, %H:%M:%S.%f') }}>" + byte_tokenizer().get_chat_template()
+    write({"dated.jinja": dated})
+    data = ("--task.name=causal_lm", f"--task.dataset={tmp_path}/chats.jsonl", "--task.sequence_length=128")
+    arguments = (*data, *tiny.NEW_LLAMA, "--global_batch_size=4", f"--task.chat_template={tmp_path}/dated.jinja")
+    runs = [
+        launch(
+            "ddp", *arguments, f"--max_steps={steps}", folder=tmp_path / "run", processes=2,
+            before=f"import datasets; datasets.config.HF_DATASETS_CACHE = '{tmp_path}/{steps}'",
+        ).succeeded()
+        for steps in (1, 2)
+    ]  # fmt: skip
+    said = [re.findall("chats dated ([-0-9]+ [:0-9]+)", "".join(run.stdout.split("\n    "))) for run in runs]
+    assert len(said[0]) == 1
+    assert said[0] == said[1]
+    plain, written = (
+        tiny.task(dataset="chats.jsonl", sequence_length=128, **more) for more in ({}, {"chat_template": "dated.jinja"})
+    )
+    written.state.date = "2026-02-03 04:05:06"
+    parts = [task.build_datasets()[0] for task in (plain, written)]
+    assert (plain.state.data, plain.state.notes) == ({}, [])
+    assert written.state.data == {"date": "2026-02-03 04:05:06"}
+    assert "03 Feb 2026, 04:05:06.000000" in written.preview(parts[1], 0)
+    assert written._tokenizer.chat_template == dated
+    later = tiny.task(dataset="chats.jsonl", sequence_length=128, chat_template="dated.jinja")
+    later.state.date = "2026-02-03 04:05:07"  # other rows, though these are cached
+    assert "04:05:07.000000" in later.preview(later.build_datasets()[0], 0)
 
 
 def test_a_change_within_a_mapping_is_a_change() -> None:

@@ -1,6 +1,7 @@
 """Next-token prediction with any transformers decoder, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
 import math
+import re
 from functools import cached_property
 from itertools import chain, groupby
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
 from src.tasks.base import Counts, Tensors
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
 from src.tasks.text.context_parallel import own_part, register
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
 from src.tasks.text.model import (
@@ -27,12 +28,14 @@ from src.tasks.text.model import (
     load_exported,
 )
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
-from src.tasks.text.reading import Encoders, as_is, as_text
+from src.tasks.text.reading import ROW, Encoder, Encoders, as_is, as_text
 from src.tasks.text.settings import CausalLMSettings
 from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source, with_sources
 from src.tasks.text.streaming.stream import Stream, build_stream
 from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
 
+MARK = re.compile(r"<\|.*?\|>")
+"""What looks like a special token."""
 SUMS = ("nats", "targets", "correct")
 """Sums over a sequence in an evaluation: the loss, the number of targets, and how many of them were the likeliest
 token."""
@@ -91,8 +94,14 @@ class CausalLM(CausalLMSettings, Decoder):
         elif self.chat_template:
             with explained("task.chat_template: cannot be read: ", (OSError, UnicodeDecodeError)):
                 tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
-        marks = ends_of_turn(tokenizer) if self.chat_template else []
-        if marks and tokenizer.eos_token not in marks:
+        if not self.chat_template:
+            return tokenizer
+        marks = ends_of_turn(tokenizer)
+        if not marks:
+            says = f"task.chat_template={self.chat_template} ends a turn without a special token of the tokenizer's"
+            hint = "list its marks in task.new_tokens, such as '[<|im_start|>, <|im_end|>]', or write {{ eos_token }}"
+            raise UserError(f"{says}, so the model would never stop: {hint}")
+        if tokenizer.eos_token not in marks:
             tokenizer.eos_token = marks[0]
         return tokenizer
 
@@ -102,21 +111,34 @@ class CausalLM(CausalLMSettings, Decoder):
         names = [name for name in first if all(name in other for other in others)]
         asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
         self._columns = find_columns(asked, names)
-        encoders: Encoders = {"messages": ChatEncoder(str(self._tokenizer.chat_template)), "tools": as_tools}
-        columns: Encoders = {column: encoders.get(role, as_text) for role, column in self._columns.items()}
+        prompt = self._columns.get("prompt")
+        prompts = opened[0].train.read(0, 0, 1, [prompt])[0][prompt] if prompt else []  # the first tells, as in TRL
+        is_chat = "messages" in self._columns or any(isinstance(value, list) for value in prompts)
+        columns = self._chat_encoders() if is_chat else dict.fromkeys(self._columns.values(), as_text)
         train, evaluation = self.usable_parts(opened, columns)
-        if "messages" in self._columns and not self._tokenizer.chat_template:
-            tokens = ", with --task.new_tokens='[<|im_start|>, <|im_end|>]' if the model has no such tokens"
-            hint = f"set --task.chat_template to a Jinja file with one, or to chatml{tokens}"
-            raise UserError(f"the tokenizer has no chat template: {hint}")
         self.check_config()
         if self.is_streamed:  # room: streaming
             return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
 
+    def _chat_encoders(self) -> Encoders:
+        """Return the encoders of chats, whole or as prompts and completions, whose rows are kept as text."""
+        template = self._tokenizer.chat_template or ""  # or several, by name
+        if "strftime_now" in template:
+            date = self.state.data.setdefault("date", self.state.date)
+            self.state.notes.append(f"chats dated {date}")
+        self._columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
+        encoders: dict[str, Encoder] = dict.fromkeys(self._columns.values(), ChatEncoder(str(template)))
+        encoders |= {"tools": as_tools, ROW: self._chunker.encode_row}
+        self._columns = {"row": ROW}
+        return encoders
+
     @property
     def _chunker(self) -> Chunker:
-        return Chunker(self._columns, self._tokenizer, self.sequence_length, self.train_on_prompts)
+        tokenizer = self._tokenizer
+        if date := self.state.data.get("date"):
+            tokenizer = with_date(tokenizer, date)
+        return Chunker(self._columns, tokenizer, self.sequence_length, self.train_on_prompts)
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         column = self._columns.get("text")
@@ -140,7 +162,7 @@ class CausalLM(CausalLMSettings, Decoder):
             raise UserError("task.packing=false: streamed text yields an unknown number of sequences: set packing=true")
         capacity = self.sequence_length if self.packing else None
         if not self.streaming:  # loaded rows are encoded already
-            columns = dict.fromkeys(columns, as_is)
+            columns = dict.fromkeys(self._columns.values(), as_is)
         return build_stream(self, rows, columns, self._chunker, capacity)
 
     def fingerprint(self, dataset: Sequences) -> str:
@@ -178,6 +200,7 @@ class CausalLM(CausalLMSettings, Decoder):
             pairs = zip([*chunk["input_ids"], chunk["labels"][-1]], [-100, *chunk["labels"]], strict=True)
             for contributes, run in groupby(pairs, lambda pair: pair[1] != -100):
                 words = str(self._tokenizer.decode([token for token, _ in run if token != -100]))
+                words = MARK.sub(lambda mark: "·".join(self._tokenizer.tokenize(mark[0])), words)
                 text += f"⟦{words}⟧" if contributes else words
         return text
 

@@ -1,9 +1,11 @@
 """Chats as a tokenizer's template writes them, and the parts that the assistant wrote."""
 
+import copy
 import json
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache, partial
 from os.path import commonprefix
 from typing import Any
@@ -27,11 +29,52 @@ USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "
 """Common roles, in lower case."""
 ANSWER = {"role": "assistant", "content": "\ufdd0"}
 """An answer that no chat has, a noncharacter of Unicode, to see what the template writes around one."""
-CHATML = """\
-{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-"""A template for models without one, in the format of Qwen and SmolLM."""
-OTHER = "set another --task.chat_template"
+CHATML = r"""
+{%- set turns = messages %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}
+        {%- set turns = messages[1:] %}
+        {{- messages[0].content + '\n\n' }}
+    {%- endif %}
+    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\n' + tool | tojson }}
+    {%- endfor %}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments ' }}
+    {{- 'within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- set results = ['tool', 'function'] %}
+{%- for message in turns %}
+    {%- set content = message.content or '' %}
+    {%- if message.role in results %}
+        {{- '<|im_start|>user' if loop.first or turns[loop.index0 - 1].role not in results }}
+        {{- '\n<tool_response>\n' + content + '\n</tool_response>' }}
+        {{- '<|im_end|>\n' if loop.last or turns[loop.index].role not in results }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\n' }}
+        {%- if message.reasoning_content and not turns[loop.index:] | selectattr('role', 'equalto', 'user') | list %}
+            {{- '<think>\n' + message.reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- set function = call.function or call %}
+            {%- set arguments = function.arguments %}
+            {{- '\n' if content or not loop.first }}
+            {{- '<tool_call>\n{"name": "' + function.name + '", "arguments": ' }}
+            {{- (arguments if arguments is string else arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}"""
+"""A template for models without one, in the format of Qwen3, without its empty thoughts."""
+OTHER = "set --task.chat_template=chatml, which writes tools, calls and thoughts, or another template"
 """What to do about a template that cannot be used."""
 LONGEST_TAG = 20
 """Maximum length of a thought's opening tag, with the space around it, before a turn, in characters."""
@@ -39,6 +82,14 @@ EMPTY_THOUGHT = re.compile(
     r"\s*(?P<open>[<\[])(?P<tag>[\w:]*think\w*)[>\]]\s*(?P=open)/(?P=tag)[>\]]\s*", re.IGNORECASE
 )
 """<think></think> of Qwen3, SmolLM3 and GLM-4.5, or [THINK][/THINK] of Magistral, with nothing in between."""
+TAG = re.compile(r"[<\[]/?[\w:]*think\w*[>\]]", re.IGNORECASE)
+"""What begins or ends a thought within a content."""
+FLAG = re.compile(r"\s*/(no_think|think|system_override)")
+"""A flag within a content, which SmolLM3's template obeys and leaves out."""
+LEAF = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[^\s,\]}]*')
+"""A key, a string or a number in JSON."""
+DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+"""Where a template writes today's date."""
 
 
 @dataclass(frozen=True)
@@ -73,30 +124,35 @@ def role_names(template: str) -> dict[str, str]:
 def as_tools(value: Any) -> str | None:
     """Return a chat's tools, a list or its JSON, as JSON; None if there are none. Raise a ValueError for anything
     else."""
-    with explained("is not JSON: ", ValueError):
+    with explained("is not a list of tools: ", Exception, ValueError):
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
-    if tools and not isinstance(tools, list):
-        raise ValueError("is not a list of tools")
-    return as_json(tools) if tools else None
+        return as_json([{**tool} for tool in tools]) if tools else None
 
 
 def _normalize_message(message: Any, where: str) -> Message:
-    """Return a message in OpenAI's or ShareGPT's format as templates take it: role in lower case, content as text, and
-    no nulls except in the arguments of tool calls. Raise a ValueError that says what is wrong with any other."""
+    """Return a message in OpenAI's or ShareGPT's format as templates take it: role in lower case, content as text, its
+    thought as `reasoning_content`, an old `function_call` among `tool_calls`, and no nulls except in the arguments of
+    calls. Raise a ValueError that says what is wrong with any other."""
     message = _without_nulls(message) if isinstance(message, dict) else {}
     if "from" in message:
         message = {"role": message["from"], "content": message.get("value")}
     if not isinstance(message.get("role"), str):
         raise ValueError(f"{where} with neither role and content nor from and value")
     role = message["role"].strip().lower()
+    role = ROLES.get(role, role)
+    old = [message.pop("function_call", None)]
     with explained(f"{where} with a tool call without a name, or arguments that are not JSON: ", Exception, ValueError):
-        calls = [_normalize_call(call) for call in message.get("tool_calls", ())]
-    content = message.get("content", "" if calls else None)
+        calls = [_normalize_call(call) for call in [*message.get("tool_calls", ()), *old] if call]
+    thought = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning")
+    content = message.get("content", "" if calls or thought else None)
     parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise ValueError(f"{where} whose content is not text (its role is {role})")
-    message |= {"role": ROLES.get(role, role), "content": "".join(part["text"] for part in parts)}
-    return message | {"tool_calls": calls} if calls else message
+    content = "".join(part["text"] for part in parts)
+    if role == "assistant" and not (content.strip() or calls or thought):
+        raise ValueError(f"{where} that is empty (its role is {role})")
+    fields = {"role": role, "content": content, "reasoning_content": thought, "tool_calls": calls or None}
+    return _without_nulls(message | fields)
 
 
 def _normalize_call(call: Message) -> Message:
@@ -119,15 +175,14 @@ def render_chat(
     chat: Chat, tools: Tools | None, tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
 ) -> tuple[str, Spans | None]:
     """Return a chat as its template writes it, and which parts of it contribute to the loss: the assistant's turns,
-    except for messages of weight 0; None: all. Raise a UserError if the template fails, leaves out tools or tool calls,
-    or writes a turn so that it cannot be found."""
+    except for messages of weight 0; None: all. Raise a UserError if there is no template, or it fails, leaves out what
+    the chat says, or writes a turn so that it cannot be found."""
+    if not tokenizer.chat_template:
+        hint = "set --task.chat_template to a Jinja file with one, or to chatml"
+        raise UserError(f"the tokenizer has no chat template: {hint}")
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
-    calls = [call for message in chat for call in message.get("tool_calls", ())]
-    for part in [*calls, *(tools or [])]:
-        if str(part.get("function", part).get("name", "")) not in text:
-            says = f"the tokenizer's chat template leaves out the tools or their calls in {_quote(chat)}"
-            raise UserError(f"{says}: {OTHER}")
+    _require_written(chat, tools, text)
     if train_on_prompts:
         return text, None
     template = tokenizer.get_chat_template(tools=tools)
@@ -137,19 +192,48 @@ def render_chat(
     if "endgeneration" in template and all(message.get("weight") != 0 for message in chat):
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
-        has_text = any(chat[i]["content"].strip() for i in learnt)
-        if has_text and not any(start < end for start, end in marked[0]):
+        if learnt and not any(start < end for start, end in marked[0]):
             raise UserError(f"the tokenizer's chat template has {{% generation %}} marks around nothing: {OTHER}")
         return text, marked[0]
     return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
 
 
+def _require_written(chat: Chat, tools: Tools | None, text: str) -> None:
+    """Raise a UserError if something that the chat says does not occur in the text that the template has made of it.
+    Thoughts may be left out once the user has spoken again, as Qwen3's template does."""
+    parts = [tool.get("function", tool).get("name", "") for tool in tools or []]
+    is_over = False
+    for message in reversed(chat):
+        is_over |= message["role"] == "user"
+        said = [message.get("reasoning_content", ""), *TAG.split(message["content"])]
+        parts += said[-1:] if is_over else said
+        calls = [[*call["function"].values()] for call in message.get("tool_calls", ())]
+        parts += map(json.loads, LEAF.findall(json.dumps(calls)))
+    # the longest first, and each in a place of its own: an answer may be part of its question
+    for part in sorted((str(part).strip() for part in parts), key=len, reverse=True):
+        forms = part, json.dumps(part, ensure_ascii=False)[1:-1], FLAG.sub("", part)
+        written = [form for form in forms if form in text]
+        if not written:
+            says = f"the tokenizer's chat template leaves out {part[:40]!r} of {_quote(chat)}"
+            raise UserError(f"{says}: {OTHER}")
+        text = text.replace(written[0], "\0", 1)
+
+
+def with_date(tokenizer: PreTrainedTokenizerFast, date: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer with a chat template that writes this date, in ISO format, in place of today's."""
+    dated, now = copy.copy(tokenizer), datetime.fromisoformat(date)
+    dated.chat_template = DATE.sub(lambda call: repr(now.strftime(call[2])), dated.chat_template)
+    return dated
+
+
 def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Return the special tokens that the chat template writes after an answer; none if there is no template."""
-    text = ""
+    """Return the special tokens that the chat template writes after an answer; the eos token if there is no template,
+    or it rejects a simple chat."""
+    after = str(tokenizer.eos_token)
     with suppress(UserError):  # the template may want more of a chat than this one has
         text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
-    after = tokenizer.encode(text.partition(ANSWER["content"])[2], add_special_tokens=False)
+        after = text.partition(ANSWER["content"])[2] if ANSWER["content"] in text else after
+    after = tokenizer.encode(after, add_special_tokens=False)
     added = tokenizer.added_tokens_decoder
     return [added[token].content for token in after if token in added and added[token].special]
 

@@ -52,6 +52,9 @@ Encoder = Callable[[Any], str | None]
 """Returns a value as the text to keep; raises a ValueError that says why it cannot be used."""
 Encoders = Mapping[str, Encoder]
 """Encoders of the columns in use, by column. If one accepts None, its column may be missing."""
+ROW = "the row as text"
+"""Name of a last column that no file has. Its encoder gets the values of the others, encoded, by column, and what it
+returns is all that is kept of them."""
 
 
 def as_is(value: Any) -> Any:
@@ -254,13 +257,15 @@ def read_text(source: Source, part: RowRange, columns: Encoders) -> Found:
     number, first, last = part
     rows, bad = source.read(number, first, last, [*columns])
     for name, encode in columns.items():
+        if name == ROW and ROW not in source.column_names:
+            rows = {ROW: [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]}
         values = rows[name]
         for place, value in enumerate(values):
             try:
-                values[place] = encode(value)
+                values[place] = None if place in bad else encode(value)
             except ValueError as error:
                 values[place] = None
-                bad.setdefault(place, f"{name} {error}")
+                bad[place] = str(error) if name == ROW else f"{name} {error}"
     return rows, bad
 
 
@@ -442,7 +447,7 @@ def hold_out(sizes: np.ndarray, wanted: int) -> list[RowRange]:  # room: streami
 
 def require_columns(columns: Encoders, source: Source, dataset: str, where: str = "") -> None:
     """Raise a UserError if a column is missing, from all files or some."""
-    needed = [name for name, encode in columns.items() if not _takes_nothing(encode)]
+    needed = [name for name, encode in columns.items() if name != ROW and not _takes_nothing(encode)]
     if missing := " nor ".join(name for name in needed if name not in source.column_names):
         says = f"task.dataset={dataset}: no column {missing}{where and f' in {where}'}"
         says += f"; its columns are {listed(source.column_names)}"
@@ -462,7 +467,8 @@ def _read(source: Source, parts: list[RowRange], columns: Encoders, desc: str) -
     if file.exists():
         return Dataset.from_file(str(file))
     folder.mkdir(parents=True, exist_ok=True)
-    features = Features({name: Value("string") for name in [*columns, REASON]})
+    kept = [ROW] if ROW in columns else [*columns]
+    features = Features({name: Value("string") for name in [*kept, REASON]})
     num_rows = sum(last - first for _, first, last in parts)
     with TemporaryDirectory(dir=folder) as place, bar(desc, total=num_rows) as progress:
         unfinished = Path(place, file.name)

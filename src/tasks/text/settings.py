@@ -66,8 +66,8 @@ class TextSettings(TaskSettings):
     """Which rows are held out: random ones, the same in each run, or the last ones. A single document is always cut
     near its end. all: none, and all rows are evaluated on, as src.tools.evaluate does with other data."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows that cannot be read, or whose text or label is missing or of the wrong type. refuse: name
-    the first and stop; skip: leave them out and count them."""
+    """What to do with rows that cannot be read, whose text or label is missing or of the wrong type, or whose chat the
+    template cannot write. refuse: name the first and stop; skip: leave them out and count them."""
     streaming: bool = False  # room: streaming
     """Read files during training instead of loading them first. Evaluation data are loaded first."""
     sources: list[MixtureSource] = []  # room: streaming
@@ -161,14 +161,15 @@ class CausalLMSettings(DecoderSettings):
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
     chat_template: str | None = None
-    """A Jinja file with a chat template, or chatml, a common one; null: the tokenizer's own."""
+    """A Jinja file with a chat template, or chatml, a common one that writes tools, calls and thoughts; null: the
+    tokenizer's own."""
     new_tokens: list[str] = []
     """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and last layer are trained,
     alongside adapters too."""
     text_column: str | None = None
     """Column of raw text. If none of the four column settings is set, the column names decide."""
     prompt_column: str | None = None
-    """Column of prompts; needs completion_column too."""
+    """Column of prompts, texts or lists of messages; needs completion_column too."""
     completion_column: str | None = None
     """Column of completions, which follow the prompts."""
     messages_column: str | None = None

@@ -6,10 +6,10 @@ masked out of the loss. Longer raw text is split into several chunks; longer pro
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, chain, groupby
+from functools import lru_cache, partial
+from itertools import count
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, listed
 from src.tasks.text.chats import Spans, render_chat
-from src.tasks.text.packing import Chunk, ranges
-from src.tasks.text.reading import Rows, as_label, cached_map
+from src.tasks.text.packing import Chunk
+from src.tasks.text.reading import Rows, as_json, as_label, cached_map
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -62,8 +62,10 @@ def require_known(ids: Iterable[int], tokenizer: PreTrainedTokenizerFast, num_kn
 
 
 SLICE, TOGETHER = 2**16, 16
-"""Characters in a slice of text, and how many slices' worth is tokenized at once: a tokenizer's Python objects take 260
-times the memory of the text."""
+"""Characters in a slice of text, and how many slices are tokenized at once: a tokenizer's Python objects take 260 times
+the memory of the text."""
+OVERLAP = 256
+"""Characters that a slice repeats of the one before."""
 INTS, INT = List(Value("int32")), Value("int32")
 BOOL = Value("bool")
 CHUNK_FEATURES = Features(
@@ -91,9 +93,7 @@ def find_columns(asked: dict[str, str | None], names: list[str]) -> Columns:
     if not kinds:
         hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
         raise UserError(f"which of the dataset's columns ({listed(names)}) to train on? Set {hint}")
-    found = chosen or kinds[0]
-    # rows without tools need not have the column
-    return found | {"tools": "tools"} if "messages" in found else found
+    return chosen or kinds[0]
 
 
 @dataclass(frozen=True)
@@ -122,87 +122,75 @@ class Chunker:
         """Return the same, with the place of each chunk's row in the batch as `row`; int64. A row may have none."""
         rows = [self._as_text(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
-        prefix, suffix = ([], []) if "messages" in self.columns else _special_tokens(self.tokenizer)
+        prefix, suffix = ([], []) if {"messages", "row"} & self.columns.keys() else _special_tokens(self.tokenizer)
+        begin, end = ("".join(self.tokenizer.convert_ids_to_tokens(special)) for special in (prefix, suffix))
         has_spans = any(spans is not None for _, spans in rows)
-        (bare, *positions), lengths = _encode([text for text, _ in rows], self.tokenizer, has_spans)
-        ends = np.cumsum(lengths)
-        # text that a chat template wrote has its own ends, and the model would learn to write them twice
-        lacks_begin = ~_have(bare, ends - lengths, lengths, prefix)
-        lacks_end = ~_have(bare, ends - len(suffix), lengths, suffix)
-        begins = len(prefix) * lacks_begin
-        sizes = begins + lengths + len(suffix) * lacks_end
-        firsts = np.cumsum(sizes) - sizes
-        ids = np.empty(sizes.sum(), np.int32)
-        ids[ranges(firsts + begins, lengths)] = bare
-        for places, special in ((firsts[lacks_begin], prefix), ((firsts + sizes)[lacks_end] - len(suffix), suffix)):
-            ids[places[:, None] + np.arange(len(special))] = special
-        loss_mask = np.repeat([spans is None for _, spans in rows], sizes)
-        if has_spans:
-            for (_, spans), first, end, length in zip(rows, firsts + begins, ends, lengths, strict=True):
-                if spans:
-                    own = (of_all[end - length : end] for of_all in positions)
-                    loss_mask[first : first + length] = _within(spans, *own)
-            loss_mask[(firsts + sizes)[:, None] - 1 - np.arange(len(suffix))] = True
-        return self._cut(ids, loss_mask, firsts, sizes, ~lacks_begin & bool(prefix) | ~lacks_end & bool(suffix))
+        encoded = _encode([text for text, _ in rows], self.tokenizer, has_spans)
+        chunks: list[Chunk] = []
+        for number, ((text, spans), (ids, *offsets)) in enumerate(zip(rows, encoded, strict=True)):
+            is_split = self.tokenizer.split_special_tokens  # then text has none of them
+            # text that a chat template wrote has its own ends, and the model would learn to write them twice
+            before = prefix if is_split or not text.lstrip().startswith(begin) else []
+            after = suffix if is_split or not text.rstrip().endswith(end) else []
+            within = np.ones(len(ids), bool) if spans is None else _within(spans, ids, self.tokenizer, *offsets)
+            ids = np.concatenate([before, ids, after], dtype=np.int32, casting="unsafe")
+            within = np.pad(within, (len(before), len(after)), constant_values=(spans is None, True))
+            chunks += self._cut(ids, within, {"had_ends": before + after != prefix + suffix, "row": number})
+        return pa.Table.from_pylist(chunks, CHUNK_FEATURES.arrow_schema.append(pa.field("row", pa.int64())))
+
+    def encode_row(self, row: dict[str, str]) -> str:
+        """Return a row of a chat, given as encoded values by column, as the JSON of what `render_chat` returns. Raise a
+        UserError if that does."""
+        return as_json(self._as_text({role: row[column] for role, column in self.columns.items()}))
 
     def _as_text(self, values: dict[str, Any]) -> tuple[str, Spans | None]:
         """Return a row, given as values by role, as one text, and which parts of it contribute to the loss (None:
         all)."""
+        if "row" in values:
+            return json.loads(values["row"])
         if "text" in values:
             return values["text"], None
-        if "messages" in values:
+        if "messages" in values or "tools" in values:
+            prompt = [message | {"weight": 0} for message in json.loads(values.get("prompt", "[]"))]
+            chat = prompt + json.loads(values.get("messages") or values["completion"])
             tools = json.loads(values.get("tools") or "null")
-            return render_chat(json.loads(values["messages"]), tools, self.tokenizer, self.train_on_prompts)
+            return render_chat(chat, tools, self.tokenizer, self.train_on_prompts)
         text = values["prompt"] + values["completion"]
         return text, None if self.train_on_prompts else [(len(values["prompt"]), len(text))]
 
-    def _cut(
-        self, ids: np.ndarray, loss_mask: np.ndarray, firsts: np.ndarray, sizes: np.ndarray, had_ends: np.ndarray
-    ) -> pa.Table:
-        """Return the rows' chunks: all of them for raw text, else the first one.
-
-        Args:
-            ids: the tokens of all rows; int32.
-            loss_mask: which of them contribute to the loss.
-            firsts: where each row begins in them, as `sizes` says how many it has; shape (rows,), int64.
-            had_ends: which rows' texts had ends of their own.
-        """
-        sizes = np.maximum(sizes - 1, 0)  # the last token is predicted, and predicts nothing
-        number = -(-sizes // self.sequence_length)
-        splits = "text" in self.columns
-        if not splits:
-            number = np.minimum(number, 1)
-        row = np.repeat(np.arange(len(sizes)), number)
-        before = ranges(np.zeros_like(number), number) * self.sequence_length
-        left = sizes[row] - before
-        lengths = np.minimum(left, self.sequence_length)
-        tokens = ranges(firsts[row] + before, lengths)
-        ends = np.append(0, np.cumsum(lengths)).astype(np.int32)
-        counts = loss_mask[tokens + 1]
-        columns = {
-            "input_ids": pa.ListArray.from_arrays(ends, ids[tokens]),
-            "labels": pa.ListArray.from_arrays(ends, np.where(counts, ids[tokens + 1], np.int32(-100))),
-            "length": lengths.astype(np.int32),
-            "targets": np.diff(np.append(0, np.cumsum(counts))[ends]).astype(np.int32),
-            "truncated": (lengths < left) & (not splits),
-            "had_ends": had_ends[row] & (before == 0),
-            "row": row,
-        }
-        return pa.table(columns)
+    def _cut(self, ids: np.ndarray, within: np.ndarray, facts: Chunk) -> Iterator[Chunk]:
+        """Yield the chunks of a row, with these facts: all of them for raw text, else the first one. `ids` are its
+        tokens, int32; those `within` contribute to the loss, bool."""
+        length, splits = self.sequence_length, "text" in self.columns
+        labels = np.where(within, ids, np.int32(-100))[1:]  # the last token is predicted, and predicts nothing
+        for first in range(0, len(labels) if splits else min(len(labels), 1), length):
+            own = labels[first : first + length]
+            yield facts | {
+                "input_ids": ids[first : first + len(own)],
+                "labels": own,
+                "length": len(own),
+                "targets": np.count_nonzero(own != -100),
+                "truncated": not splits and len(own) < len(labels),
+                "had_ends": facts["had_ends"] and not first,
+            }
 
 
-def _have(ids: np.ndarray, firsts: np.ndarray, lengths: np.ndarray, special: list[int]) -> np.ndarray:
-    """Return which rows have these tokens from a place in `ids` on; shape (rows,)."""
-    padded = np.append(ids, np.array(special, np.int32))  # a row at the end may have fewer
-    return (lengths >= len(special)) & (padded[firsts[:, None] + np.arange(len(special))] == special).all(1)
-
-
-def _within(spans: Spans, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _within(
+    spans: Spans, ids: np.ndarray, tokenizer: PreTrainedTokenizerFast, starts: np.ndarray, ends: np.ndarray
+) -> np.ndarray:
     """Return which tokens are within these spans of their text, shape (tokens,), given the characters where they start
     and end."""
+    # a special token may have taken in the white space after it: where it starts decides
+    ends = np.where(np.isin(ids, _special_ids(tokenizer)), starts + 1, ends)
     # some tokenizers report whitespace tokens as empty: each then spans what is between its neighbours
     starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
-    return np.logical_or.reduce([(ends > first) & (starts < last) & (ends > starts) for first, last in spans])
+    found = [(ends > first) & (starts < last) & (ends > starts) for first, last in spans]
+    return np.logical_or.reduce([np.zeros(len(ids), bool), *found])
+
+
+@lru_cache(maxsize=2)  # it takes milliseconds
+def _special_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    return [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
 
 
 def split_text(rows: Dataset, column: str, fraction: float) -> tuple[Dataset, Dataset]:
@@ -232,34 +220,43 @@ def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list
     return ids[:first], ids[last:] + ([eos] if eos is not None and eos not in ids[last:] else [])
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the texts' tokens, one text after the other; with `has_offsets`, which takes twice as long, also the
-    characters where they start and end; int32 of shape (1, tokens) or (3, tokens). And each text's number of tokens;
-    int64. Long texts are cut into slices of up to SLICE characters, at the end of a line if possible."""
-    a_slice = re.compile(rf"(?s).{{1,{SLICE}}}\Z|.{{0,{SLICE - 1}}}\n|.{{1,{SLICE}}}")
-    slices = [(i, match.start(), match[0]) for i, text in enumerate(texts) for match in a_slice.finditer(text)]
-    characters = accumulate(len(part) for _, _, part in slices)
-    groups = groupby(slices, lambda _: next(characters) // (SLICE * TOGETHER))
+def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: bool) -> list[np.ndarray]:
+    """Return each text's tokens; with `has_offsets`, which takes twice as long, also the characters where they start
+    and end; int32 of shape (1, tokens) or (3, tokens). Long texts are encoded slice by slice."""
     fast = tokenizer.backend_tokenizer  # it does not warn about "longer than the model's maximum": we cut
     fast.no_truncation()
     fast.no_padding()
     fast.encode_special_tokens = tokenizer.split_special_tokens
     encode = fast.encode_batch if has_offsets else fast.encode_batch_fast
-    found = [np.empty((3 if has_offsets else 1, 0), np.int32)]
-    lengths = np.zeros(len(texts), np.int64)
-    for _, together in groups:
-        rows, starts, parts = zip(*together, strict=True)
-        encodings = encode(parts, add_special_tokens=False)
-        sizes = [*map(len, encodings)]
-        np.add.at(lengths, [*rows], sizes)
-        # one array for all: for each text of 100 tokens, one of its own would take longer than its tokens
-        tokens = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), np.int32, sum(sizes))
-        if has_offsets:
-            pairs = chain.from_iterable(encoding.offsets for encoding in encodings)
-            offsets = np.fromiter(chain.from_iterable(pairs), np.int32, 2 * len(tokens)).reshape(-1, 2)
-            tokens = np.vstack([tokens, offsets.T + np.repeat(starts, sizes)])
-        found.append(np.atleast_2d(tokens))
-    return np.hstack(found), lengths
+    found = [[np.empty((3 if has_offsets else 1, 0), np.int32)] for _ in texts]
+    slices = [(i, *part) for i, text in enumerate(texts) for part in _slices(text, fast)]
+    for number in range(0, len(slices), TOGETHER):
+        together = slices[number : number + TOGETHER]
+        encodings = encode([part for *_, part in together], add_special_tokens=False)
+        for (i, start, skipped, _), encoding in zip(together, encodings, strict=True):
+            tokens = np.array([encoding.ids[skipped:]], np.int32)
+            if has_offsets:
+                offsets = np.array(encoding.offsets[skipped:], np.int32).reshape(-1, 2)
+                tokens = np.vstack([tokens, offsets.T + start])
+            found[i].append(tokens)
+    return [np.hstack(parts) for parts in found]
+
+
+def _slices(text: str, tokenizer: Tokenizer) -> Iterator[tuple[int, int, str]]:
+    """Yield the slices of a text, of about SLICE characters: where each starts, how many of its tokens belong to the
+    one before, and itself. Each begins within the one before, as some tokenizers put a space before a text; and ends
+    where a token does, as some join line ends."""
+    start = skipped = 0
+    while len(text) > start + SLICE:
+        first = start + SLICE - OVERLAP
+        within = tokenizer.encode(text[first : first + 2 * OVERLAP], add_special_tokens=False).ids
+        for end in count(start + SLICE):
+            tokens = tokenizer.encode(text[first:end], add_special_tokens=False).ids
+            if tokens == within[: len(tokens)]:
+                break
+        yield start, skipped, text[start:end]
+        start, skipped = first, len(tokens)
+    yield start, skipped, text[start:]
 
 
 MEGA_BATCH = 50

@@ -116,7 +116,7 @@ def build_without_values(config: Config) -> Run:
     accelerator, launch = build_accelerator(config)
     if launch.strategy.endswith("offload"):  # pinning would copy, and fill the host's memory
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    config = begin_task(config, launch)
+    config = begin_task(config, launch, ResumePoint())
     train_set, eval_set = build_data(config, accelerator)
     model = config.task.build_skeleton()
     transform(model, config, accelerator)
