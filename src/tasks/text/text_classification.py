@@ -115,8 +115,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
         if unseen := listed(sorted(found - {*written})):
             says = f"{unseen} is in the data ({listed(sorted(found))}), but not among these labels: {listed(names)}"
             raise UserError(f"{where}: {says}, {whose}")
-        if written != names:
-            note(f"{where}: {listed(f'{a} is read as {b}' for a, b in zip(written, names, strict=True))}")
+        if renamed := listed(f"{a} is read as {b}" for a, b in zip(written, names, strict=True) if a != b):
+            note(f"{where}: {renamed}")
         self.state.data["labels"], self._written = names, written
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
