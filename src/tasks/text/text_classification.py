@@ -171,6 +171,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
         config.label2id = {label: i for i, label in enumerate(self._labels)}
         config.problem_type = "single_label_classification"
         config.pad_token_id = self._tokenizer.pad_token_id
+        config.use_cache = False  # a decoder's cache would get the keys again when activations are recomputed
         return config
 
     def finish(self, model: Any) -> Any:
