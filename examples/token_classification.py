@@ -9,14 +9,16 @@ import re
 from textwrap import shorten
 from typing import Any, ClassVar, Literal
 
-from datasets import Dataset
+import numpy as np
+from datasets import Dataset, concatenate_datasets
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
-from src.config.errors import UserError
-from src.tasks.text.reading import PART_NAMES, as_json
+from src.config.errors import UserError, listed
+from src.tasks.text.reading import PART_NAMES, as_json, note
 from src.tasks.text.text_classification import TextClassification
+from src.tasks.text.tokenizing import fold
 
 MOST_MISTAKES = 24
 """Rows of the table of mistakes."""
@@ -41,10 +43,11 @@ class TokenClassification(TextClassification):
         columns = dict.fromkeys((self.text_column, self.label_column), as_list)
         train, evaluation = (self._sentences(rows) for (rows,) in self.usable_parts(self.open_rows(), columns))
         kinds = sorted({tag[2:] for _, tags in train for tag in tags if re.match("[BI]-", tag)})
-        self.state.data.setdefault("labels", ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")])
+        new = ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")]
+        self._name_tags({tag for _, tags in train + evaluation for tag in tags}, new)
         mistakes: list[str] = []
         for where, sentences in zip(PART_NAMES.values(), (train, evaluation), strict=True):
-            fits = [0 < len(words) == len(tags) and {*tags} <= {*self._labels} for words, tags in sentences]
+            fits = [0 < len(words) == len(tags) and {*tags} <= {*self._written} for words, tags in sentences]
             if not all(fits):
                 words, tags = sentences[fits.index(False)]
                 tagged, labels = (shorten(" ".join(names), 200, placeholder=" …") for names in (tags, self._labels))
@@ -55,6 +58,36 @@ class TokenClassification(TextClassification):
             raise UserError("\n".join(f"task.dataset={self.dataset}: {mistake}" for mistake in mistakes))
         return self._tokenize(train), self._tokenize(evaluation)
 
+    def _name_tags(self, found: set[str], new: list[str]) -> None:
+        """Set the tags that the model knows, in the order of their ids: those that it was trained on, or that its head
+        names, whatever their case in the data; or, if these have none of a head's but O, new ones. Raise a UserError if
+        they have only some of a head's."""
+        head: Any = self._own_config.id2label
+        names = self._labels or [str(head[i]) for i in sorted(head)]
+        folded = {fold(tag): tag for tag in sorted(found)}
+        written = [folded.get(fold(name), name) for name in names]
+        if not self._labels:
+            others = listed(sorted(found - {*written}))
+            if not found & {*written} - {"O"}:
+                names, written = new, new
+            elif others:
+                says = f"{others} is in the data, but not among the model's labels: {listed(names)}"
+                hint = "rename it, or remove id2label from its config.json to begin with new ones"
+                raise UserError(f"task.label_column={self.label_column}: {says}; {hint}")
+        if renamed := listed(f"{a} is read as {b}" for a, b in zip(written, names, strict=True) if a != b):
+            note(f"task.label_column={self.label_column}: {renamed}")
+        self.state.data["labels"], self._written = names, written
+
+    def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
+        train, evaluation = super(TextClassification, self).split(rows, dataset)
+        known = {tag for tags in train[self.label_column] for tag in map(str, json.loads(tags))}
+        is_known = np.array([known.issuperset(map(str, json.loads(tags))) for tags in evaluation[self.label_column]])
+        if self.eval_from == "random" and is_known.any():
+            # a sentence with a tag of its own is trained on, as the model has to know it
+            train = concatenate_datasets([train, evaluation.select(np.flatnonzero(~is_known))])
+            evaluation = evaluation.select(np.flatnonzero(is_known))
+        return train, evaluation
+
     def _sentences(self, rows: Dataset) -> list[tuple[list[str], list[str]]]:
         both = zip(rows[self.text_column], rows[self.label_column], strict=True)
         return [(json.loads(words), [*map(str, json.loads(tags))]) for words, tags in both]
@@ -63,13 +96,14 @@ class TokenClassification(TextClassification):
         rows, options = [], {"is_split_into_words": True, "truncation": True, "max_length": self.sequence_length}
         for words, tags in sentences:
             encoded = self._tokenizer([f" {word}" for word in words], **options)  # byte-level ones expect the space
-            ids = {word: self._labels.index(tag) for word, tag in enumerate(tags)}
+            ids = {word: self._written.index(tag) for word, tag in enumerate(tags)}
+            names = [self._labels[i] for i in ids.values()]
             labels = [ids.pop(word, -100) for word in encoded.word_ids()]  # -100 after the first piece: no target
             seen = [
                 word for word in range(len(words)) if word not in ids
             ]  # the others have no token: zero-width, or truncated
             row = {"input_ids": encoded["input_ids"], "label": labels, "length": len(labels)}
-            rows.append(row | {"words": words, "tags": tags, "seen": seen, "truncated": bool(encoded[0].overflowing)})
+            rows.append(row | {"words": words, "tags": names, "seen": seen, "truncated": bool(encoded[0].overflowing)})
         return Dataset.from_list(rows)
 
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:

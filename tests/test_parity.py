@@ -49,6 +49,7 @@ TABLE += (  # room: text
     "lm in 4 bits              -    fast -     -    -      -            -            -",
     "classifier                -    slow -     fast -      -            -            -",
     "classifier with adapters  -    -    -     slow -      -            -            -",
+    "classifier with a decoder -    -    -     fast -      -            -            -",
     "chat                      -    slow -     slow -      -            -            -",
     "chat with new tokens      -    -    -     slow -      -            -            -",
 )

@@ -30,6 +30,7 @@ def text(folder: Path) -> None:
     tiny.llama(folder / "models" / "llama")
     rates: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     tiny.saved("bert", folder / "models" / "bert", **tiny.SIZES, **rates)
+    tiny.saved("t5", folder / "models" / "t5", **tiny.T5)
     # with the usual 0.02 the frozen output layer gives logits near zero, whatever the adapters learn
     tiny.saved("llama", folder / "models" / "spread", initializer_range=0.1, **tiny.LLAMA)
     for name, is_tied in (("tied", True), ("untied", False)):
@@ -103,6 +104,7 @@ TEXT = {
     "lm with adapters": of(LM, LLAMA, ADAPTERS, "--task.lora.merge=true"),
     "classifier": of(CLASSIFIER, BERT),
     "classifier with adapters": of(CLASSIFIER, BERT, ADAPTERS),
+    "classifier with a decoder": of(CLASSIFIER, "--task.model={folder}/models/t5"),
     "new tokens, tied": Short((*NEW_TOKENS, "--task.model={folder}/models/tied"), text),
     "new tokens, untied": Short((*NEW_TOKENS, "--task.model={folder}/models/untied"), text),
     "lm in 4 bits": Short(

@@ -135,6 +135,11 @@ DATA: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # A stray quote. Lines are those of the file.
     ({"a.csv": 'text,label\na,x\n"b,x\nc,x\n'}, NEW, "a.csv, line 3: has a quote that is never closed; 1 of 2 rows *"),
     ({"a.jsonl": '{"text": "a"}\n\n' * 9 + '{"text"'}, NEW, "a.jsonl, line 19: is not a JSON object: *; 1 of 10 *"),
+    # As Excel and PowerShell write it. Tried without: no column text, as the header begins with two other bytes.
+    *(
+        ({"a.csv": "text,label\none,even\n".encode(code)}, NEW, "a.csv: cannot be read: its text is UTF-16: save it*")
+        for code in ("utf-16", "utf-16-le", "utf-16-be")
+    ),
     # What pandas writes, unless it is told to write rows.
     ({"a.json": '{"text": {"0": "a", "1": "b"}}'}, NEW, f"a.json: cannot be read: {NO_ROWS}"),
     # Labels.
@@ -146,6 +151,10 @@ DATA: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     (
         {"a.jsonl": [row | {"label": "odd"} for row in ROWS]}, BERT,
         "task.label_column=label: all training rows have the same label, odd",
+    ),
+    (
+        {"a.jsonl": [row | {"label": ["odd"]} for row in ROWS]}, BERT,
+        "a.jsonl, line 1: label is a list: a row has one label here, multi-label classification is not supported; 20*",
     ),
     # Chats and their templates.
     ({"a.jsonl": [*CHATS, {"messages": []}]}, NEW, "a.jsonl, line 20: messages is not a list of messages; 1 of 20 *"),
@@ -197,6 +206,15 @@ TOO_LONG = "task.sequence_length=16: the model sees at most 8 tokens"
 DAMAGED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"bert/config.json": "{"}, BERT, "task.model=bert: cannot be loaded: *"),
     ({"bert/config.json": {"intermediate_size": 128}}, BERT, NOT_ITS),
+    # Heads. Tried without: a model of one label or several is trained to choose, and a new head replaces one that fits.
+    *(
+        ({"bert/config.json": {"problem_type": kind}}, BERT, f"task.model=bert: its config.json says {kind}, which *")
+        for kind in ("regression", "multi_label_classification")
+    ),
+    (
+        {"bert/config.json": {"id2label": {0: "EVEN", 1: "PRIME"}}}, BERT,
+        "task.label_column=label: odd is in the data (even, odd), but not among these labels: EVEN, PRIME, the *",
+    ),
     # transformers makes a BertTokenizer of nothing, with five tokens: every word is [UNK] to it
     ({"bert/tokenizer.json": None, "bert/tokenizer_config.json": None}, BERT, "task.model=bert: has no tokenizer*"),
     (

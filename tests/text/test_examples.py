@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from importlib import import_module
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,25 @@ def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path) -> None:
     assert task.predictions(outputs, dataset) == found
     (mistake,) = task.tables(outputs, dataset)["mistakes"]
     assert (mistake["name"], mistake["mistake"]) == ("Paris", "missed")
+
+
+def test_tags_of_a_head_keep_its_order(models: Path) -> None:
+    """And those of a sentence alone are trained. Tried without: B-LOC is what the model knows as I-PER."""
+    names = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
+    shutil.copytree(models / "bert", "head")
+    tiny.write({"head/config.json": {"id2label": dict(enumerate(names))}})
+    row = {"tokens": ["Anna", "saw", "Oslo"], "tags": ["b-per", "O", "B-LOC"]}
+    task = task_on([row], TokenClassification, Path("head"))
+    train, _ = task.build_datasets()
+    assert task.state.data == {"labels": names}
+    assert [label for label in train[0]["label"] if label >= 0] == [1, 0, 3]
+    assert train[0]["tags"] == ["B-PER", "O", "B-LOC"]
+    says = "task.label_column=tags: B-X is in the data, but not among the model's labels: O, B-PER"
+    assert refused([row, {**row, "tags": ["O", "O", "B-X"]}], TokenClassification, Path("head")).startswith(says)
+    rows = [{"tokens": [f"word {i}"], "tags": ["O" if i % 5 else f"B-{i}"]} for i in range(60)]
+    task = tiny.task(TokenClassification, model=str(models / "bert"), dataset=tiny.write({"rows.jsonl": rows}))
+    train, evaluation = task.build_datasets()
+    assert (len(train) + len(evaluation), {*chain(*evaluation["tags"])}) == (60, {"O"})
 
 
 def test_names_are_whole() -> None:

@@ -189,6 +189,8 @@ def usable(row: dict[str, Any] | None) -> Row | None:
         return None
     if not text.strip() or not str(label).strip() or not is_unicode([text, label]):
         return None
+    if isinstance(label, bool) or (isinstance(label, float) and label.is_integer()):
+        label = int(label)  # equal numbers are one label
     return text, str(label).strip()
 
 

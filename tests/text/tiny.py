@@ -9,13 +9,17 @@ from typing import Any
 import pyarrow as pa
 import torch
 from pyarrow import parquet
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.tokenizing import byte_tokenizer
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
+T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+T5 |= {"decoder_start_token_id": 257}
+BART: dict[str, Any] = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4}
+BART |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
 NEW_LLAMA = ("--task.architecture.model_type=llama", *(f"--task.architecture.{n}={v}" for n, v in LLAMA.items()))
 """A Llama from scratch, on the command line."""
 WORDS = ["the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with"]
@@ -43,7 +47,8 @@ def saved(
     tokenizer = byte_tokenizer()
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    auto: Any = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
+    autos: dict[str, Any] = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM, "bart": AutoModelForSeq2SeqLM}
+    auto = autos.get(kind, AutoModelForCausalLM)
     torch.manual_seed(seed)
     model = auto.from_config(AutoConfig.for_model(kind, **special | sizes | fields), dtype=dtype)
     model.save_pretrained(folder, max_shard_size=file_size)

@@ -390,8 +390,10 @@ def _index_parquet(file: Any) -> tuple[str, Index]:
 def _index_text(file: Any, kind: str, column_names: list[str]) -> tuple[str, Index]:
     hashed = _Hashed(file)
     opened = io.BufferedReader(hashed, PIECE)
-    has_mark = opened.peek()[:3] == BYTE_ORDER_MARK
-    start = len(opened.read(3)) if has_mark else 0
+    head = opened.peek()[:3]
+    if {*head[:2]} & {0, 0xFE, 0xFF}:  # of UTF-8, no text has these
+        raise ValueError("its text is UTF-16: save it as UTF-8")
+    start = len(opened.read(3)) if head == BYTE_ORDER_MARK else 0
     make, _ = TEXT_FORMATS[kind]
     index = make(opened, start, column_names)
     return hashed.digest.hexdigest(), index

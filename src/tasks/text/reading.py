@@ -72,9 +72,13 @@ def as_text(value: Any) -> str:
 
 
 def as_label(value: Any) -> str:
-    """Return a label, a number or text, as text without surrounding whitespace. Raise a ValueError if it is neither."""
-    is_number = isinstance(value, int | float) and value == value  # bools count as numbers, NaN does not
-    return str(value) if is_number else as_text(value).strip()
+    """Return a label, a number or text, as text without surrounding whitespace; equal numbers, such as 1, 1.0 and true,
+    as the same text. Raise a ValueError if it is neither."""
+    if isinstance(value, list):
+        raise ValueError("is a list: a row has one label here, multi-label classification is not supported")
+    if isinstance(value, int | float) and value == value:  # NaN is no number
+        return str(int(value) if value % 1 == 0 else value)
+    return as_text(value).strip()
 
 
 def as_json(value: Any) -> str:
@@ -296,6 +300,12 @@ def _require_unchanged(shard: Shard) -> None:
         raise UserError(f"{shard.url} {says}")
 
 
+def note(*lines: str) -> None:
+    """Print lines about the data that the user should know, on the first process."""
+    if is_first():
+        say(*lines, file=sys.stderr)
+
+
 CODE = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
 """The source code that makes the cached tables: when it changes, they are made again."""
 PART_NAMES = {"train": "the training data", "eval": "the evaluation data"}
@@ -359,8 +369,7 @@ class TextTask(TextSettings, Task):
         shards = [shard for shard in index_files(found, self.column_names, cache_folder()) if shard.groups]
         if not shards:
             raise UserError(f"task.dataset={dataset}: its files ({len(found)}) have no rows")
-        if is_first():
-            say(*(f"{shard.url}: {shard.note}" for shard in shards if shard.note), file=sys.stderr)
+        note(*(f"{shard.url}: {shard.note}" for shard in shards if shard.note))
         return ShardReader(shards)
 
     def usable_parts(self, opened: list[Opened], columns: Encoders) -> tuple[list[Any], list[Dataset]]:

@@ -198,7 +198,8 @@ class TextClassificationSettings(TextSettings):
     text_pair_column: str | None = None
     """Column of second texts, to classify pairs."""
     label_column: str = "label"
-    """Column of labels, names or numbers. The training data's are all that exist."""
+    """Column of labels, names or numbers. A head that names the data's keeps its own; otherwise, the training data's
+    are all that exist."""
     sequence_length: PositiveInt = 256
     """Maximum number of tokens that the model sees. Longer texts are truncated."""
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")

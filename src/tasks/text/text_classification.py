@@ -20,14 +20,21 @@ from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.model import FineTuning, check_fit
 from src.tasks.text.packing import Batch
-from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
+from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, note, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
 from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source
 from src.tasks.text.streaming.stream import Stream, build_stream
-from src.tasks.text.tokenizing import Labelling, known_label, length_grouped, sorted_labels
+from src.tasks.text.tokenizing import (
+    NUMBER,
+    Labelling,
+    fold,
+    known_label,
+    length_grouped,
+    sorted_labels,
+)
 
 SHOWN = 20
-"""Number of most frequent labels whose counts are shown at the start of a run."""
+"""Number of most frequent labels whose counts are shown at the start of a run. More than that may be no labels."""
 LONGEST_CELL = 200
 """Maximum number of characters of a text that a table shows."""
 
@@ -41,6 +48,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
     exports_adapters = False  # on their own they would not tell the labels
     pipeline_tag = "text-classification"
     _texts: Dataset = PrivateAttr()
+    _written: list[str] = PrivateAttr()
+    """The labels as the data write them, in the order of their ids."""
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
@@ -49,7 +58,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
         if self.is_streamed:  # room: streaming
             return self._stream(train, evaluation, columns)
         (train_rows,), (eval_rows,) = train, evaluation
-        self.state.data["labels"] = self._known_labels(train_rows, eval_rows)
+        self._learn_labels(train_rows, eval_rows)
         return self._labelled(train_rows, "training data"), self._evaluation_set(eval_rows)
 
     @property
@@ -59,7 +68,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     @property
     def _labelling(self) -> Labelling:
-        return Labelling(self.label_column, self._labels, self._tokenizer, self.sequence_length)
+        return Labelling(self.label_column, self._written, self._tokenizer, self.sequence_length)
 
     def _labelled(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table of the rows as model inputs, with row numbers as `row`; on a second call, from the cache."""
@@ -72,29 +81,53 @@ class TextClassification(TextClassificationSettings, FineTuning):
         return evaluation.select(by_length)  # batches of similar lengths need less padding
 
     def _stream(self, train: list[Any], parts: list[Dataset], columns: Encoders) -> Any:  # room: streaming
-        """Return the streamed training set, with the labels of the evaluation data, and the evaluation set."""
+        """Return the streamed training set and the evaluation set. Of files, only the latter's labels are known."""
         rows = concatenate_datasets(parts)
-        self.state.data["labels"] = self._known_labels(rows, rows)
+        self._learn_labels(rows if self.streaming else concatenate_datasets(train), rows)
         evaluation = self._evaluation_set(rows)
         sources = np.repeat(range(len(parts)), [len(part) for part in parts])[evaluation["row"][:]]
-        columns = {**columns, self.label_column: partial(known_label, labels=self._labels)}
+        columns = {**columns, self.label_column: partial(known_label, labels=self._written)}
         return build_stream(self, train, columns, self._labelling, None), evaluation.add_column("source", sources)
 
-    def _known_labels(self, train: Dataset, evaluation: Dataset) -> list[str]:
-        """Return the labels that the model was trained on, or else those of the training data, in the order of their
-        ids. Raise a UserError if there are fewer than two, or the evaluation data have others."""
-        found = [{*rows[self.label_column][:]} for rows in (train, evaluation)]
-        names = self._labels or sorted_labels(found[0])
-        known: dict[Any, Any] = self._own_config.label2id or {}
-        if set(names) == set(known):  # a head that knows them keeps its order
-            names = sorted(names, key=known.__getitem__)
-        where = f"task.label_column={self.label_column}"
-        if len(names) < 2:
-            raise UserError(f"{where}: all training rows have the same label, {names[0]}")
-        if unseen := listed(sorted(set.union(*found) - set(names))):
-            says = f"is in the evaluation data, but not in the training data ({listed(names)})"
-            raise UserError(f"{where}: {unseen} {says}")
-        return names
+    def _learn_labels(self, train: Dataset, evaluation: Dataset) -> None:
+        """Set the labels that the model knows, in the order of their ids: those that it was trained on or that its head
+        names, which the data may write in another case or as ids; or, if the data have none of these, the training
+        data's. Raise a UserError if there are fewer than two, or the data have others."""
+        where, whose = f"task.label_column={self.label_column}", "the model's (without its id2label, it gets new ones)"
+        counts = Counter(train[self.label_column][:])
+        found, new = {*counts, *evaluation[self.label_column][:]}, sorted_labels(counts)
+        if len(new) < 2 and not self._labels:
+            raise UserError(f"{where}: all training rows have the same label, {new[0]}")
+        if len(new) > SHOWN and 2 * [*counts.values()].count(1) > len(new) and all(map(NUMBER.fullmatch, new)):
+            note(f"{where}: {len(new):,} numbers, most of them once: is this a regression? Here each is a class")
+        head: Any = self._own_config.id2label
+        # LABEL_0 is transformers' name for a label without one
+        names = self._labels or [str(head[i]) for i in sorted(head) if head[i] != f"LABEL_{i}"]
+        folded = {fold(label): label for label in sorted(found)}
+        written = [name if name in found else folded.get(fold(name), name) for name in names]
+        if found.isdisjoint(written):
+            if new == [*map(str, range(len(names)))]:
+                written = new
+            elif not self._labels:
+                if names:
+                    note(f"{where}: the data's replace the model's, as none is the same: {listed(names)}")
+                names, written, whose = new, new, "the training data's"
+        if unseen := listed(sorted(found - {*written})):
+            says = f"{unseen} is in the data ({listed(sorted(found))}), but not among these labels: {listed(names)}"
+            raise UserError(f"{where}: {says}, {whose}")
+        if renamed := listed(f"{a} is read as {b}" for a, b in zip(written, names, strict=True) if a != b):
+            note(f"{where}: {renamed}")
+        self.state.data["labels"], self._written = names, written
+
+    def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
+        train, evaluation = super().split(rows, dataset)
+        known = {*train[self.label_column]}
+        is_known = np.array([label in known for label in evaluation[self.label_column]])
+        if self.eval_from == "random" and is_known.any():
+            # a row with a label of its own is trained on, as the model has to know it
+            train = concatenate_datasets([train, evaluation.select(np.flatnonzero(~is_known))])
+            evaluation = evaluation.select(np.flatnonzero(is_known))
+        return train, evaluation
 
     def fingerprint(self, dataset: Dataset) -> str:
         if isinstance(dataset, Stream):  # room: streaming
@@ -138,7 +171,14 @@ class TextClassification(TextClassificationSettings, FineTuning):
         config.label2id = {label: i for i, label in enumerate(self._labels)}
         config.problem_type = "single_label_classification"
         config.pad_token_id = self._tokenizer.pad_token_id
+        config.use_cache = False  # a decoder's cache would get the keys again when activations are recomputed
         return config
+
+    def finish(self, model: Any) -> Any:
+        # T5 and BART tie the embeddings of encoder and decoder to a third: as one module they are in one FSDP unit, as
+        # a weight must be (accelerate pull request 4171 sees to tied inputs and outputs)
+        model.set_input_embeddings(model.get_input_embeddings())
+        return super().finish(model)
 
     @cached_property
     def _own_config(self) -> PreTrainedConfig:
@@ -146,6 +186,9 @@ class TextClassification(TextClassificationSettings, FineTuning):
         check_fit(self.sequence_length, config, self._tokenizer)
         if type(config) not in self.auto_class._model_mapping:
             raise UserError(f"task.model={self.model}: transformers has no text classifier of type {config.model_type}")
+        if config.problem_type in ("regression", "multi_label_classification"):
+            hint = "which this task is not: a row has one label (to change that, remove problem_type from a copy)"
+            raise UserError(f"task.model={self.model}: its config.json says {config.problem_type}, {hint}")
         return config
 
     @cached_property

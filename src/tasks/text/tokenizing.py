@@ -263,11 +263,20 @@ MEGA_BATCH = 50
 """Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
 
 
+NUMBER = re.compile(r"(LABEL_)?-?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+"""A label that is a number, or that transformers made of one."""
+
+
 def sorted_labels(labels: Iterable[str]) -> list[str]:
-    """Return each label once, sorted: numbers by value, names alphabetically."""
-    names = set(labels)
-    are_numbers = all(re.fullmatch("-?[0-9]+", name) for name in names)
-    return sorted(names, key=int if are_numbers else None)
+    """Return the labels, sorted: numbers by value, names alphabetically."""
+    names = sorted(labels)  # 1 and 01 in the same order on every process
+    are_numbers = all(map(NUMBER.fullmatch, names))
+    return sorted(names, key=lambda name: float(name.removeprefix("LABEL_"))) if are_numbers else names
+
+
+def fold(label: str) -> str:
+    """Return a label without its case and white space."""
+    return "".join(label.split()).casefold()
 
 
 def known_label(value: Any, labels: list[str]) -> str:  # room: streaming
@@ -285,7 +294,7 @@ class Labelling:
     label: str
     """Column of labels."""
     labels: list[str]
-    """All labels that the model knows."""
+    """All labels that the model knows, as the data write them."""
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
 
