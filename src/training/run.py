@@ -149,7 +149,8 @@ class Run:
 
 def begin_task(config: Config, launch: Launch) -> Config:
     """Return the settings with the task of this run. Raise a UserError if it asks for what the device cannot do."""
-    state = TaskState(device=launch.device, dtype=HALF_PRECISION.get(launch.precision, torch.float32))
+    dtype = HALF_PRECISION.get(launch.precision, torch.float32)
+    state = TaskState(launch.device, dtype, is_check=config.mode == "check")
     return config.model_copy(update={"task": config.task.begin(state)})
 
 

@@ -116,9 +116,9 @@ def require_four_bits(is_sharded: bool) -> None:
         raise UserError(f"{setting}: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); {hint}")
 
 
-def loading_options(base_dtype: str | None) -> dict[str, Any]:
-    """Return the options for `from_pretrained` to load linear layers, except for the output, in 4 bits, with bf16 as
-    compute dtype; none for a type other than nf4. Tensors are quantized one at a time, on the device that will hold
+def loading_options(base_dtype: str | None, compute_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Return the options for `from_pretrained` to load linear layers, except for the output, in 4 bits, to compute in
+    this dtype; none for a type other than nf4. Tensors are quantized one at a time, on the device that will hold
     them: on a CPU, 8 billion weights take minutes."""
     if base_dtype != "nf4":
         return {}
@@ -127,7 +127,7 @@ def loading_options(base_dtype: str | None) -> dict[str, Any]:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=compute_dtype,
     )
     return {"quantization_config": quantization, "device_map": {"": PartialState().device}}
 
@@ -356,7 +356,7 @@ class FineTuning(TextTask):
             return super().begin(state)
         is_bf16 = state.dtype == torch.bfloat16
         base_dtype = self.lora.base_dtype or ("bf16" if state.device == "cuda" and is_bf16 else "fp32")
-        if base_dtype != "fp32" and not is_bf16:
+        if base_dtype != "fp32" and not (is_bf16 or state.is_check):
             raise UserError(f"task.lora.base_dtype={base_dtype}: needs --mixed_precision bf16 before train.py")
         state.notes.append(f"frozen weights in {base_dtype}")
         lora = self.lora.model_copy(update={"base_dtype": base_dtype})
@@ -420,7 +420,9 @@ class FineTuning(TextTask):
         if not self.lora.r:
             return model
         options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
-        return add_adapters(self.lora, model, self.revision, **options)
+        # --check computes in fp32, with 4-bit weights too
+        lora = self.lora.model_copy(update={"base_dtype": None}) if self.state.is_check else self.lora
+        return add_adapters(lora, model, self.revision, **options)
 
     def model_from_config(self) -> Any:
         """Return a new transformers model of this config, fp32, with random weights."""
@@ -440,7 +442,7 @@ class FineTuning(TextTask):
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **loading_options(self.lora.base_dtype),
+                **loading_options(self.lora.base_dtype, self.state.dtype),
             )
         keep_layout(model)
         self._require_all(model, {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])})
