@@ -78,7 +78,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     accelerator, task = run.accelerator, run.task
     run.model.eval()
     with explaining_memory("evaluation", run):
-        scores = evaluate_batches(task, run.model, evaluation_batches(run), run.device, stop)
+        scores = evaluate_batches(task, run.model, evaluation_batches(run, stop.sums), run.device, stop)
     run.model.train()
     if scores is None:
         return None

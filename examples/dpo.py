@@ -6,11 +6,16 @@ chosen one by more than the reference, a frozen copy of the model that it starte
 
 import copy
 import hashlib
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from datasets import Dataset
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
@@ -18,9 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from src.config.errors import UserError
 from src.tasks.base import Counts
+from src.tasks.text.chats import Chat, ChatEncoder, as_tools
 from src.tasks.text.model import Decoder, fsdp_blocks, load_exported
-from src.tasks.text.reading import as_text
+from src.tasks.text.reading import PART_NAMES, as_json, as_text
 from src.tasks.text.tokenizing import Chunker
+
+Answer = dict[str, str | None]
+"""An answer with what it answers, as a Chunker reads them: prompt and completion, or messages and tools."""
 
 
 class PolicyAndReference(nn.Module):
@@ -43,8 +52,59 @@ class PolicyAndReference(nn.Module):
         return (before - now).sum(1).unflatten(0, (-1, 2))  # each is minus a log probability, or 0 for a label of -100
 
 
+@dataclass(frozen=True)
+class TextOrChat:
+    """Returns a text, or a list of messages, as JSON. Raises a ValueError for anything else, and for messages that an
+    answer has to end if they do not."""
+
+    chat: ChatEncoder
+    is_answer: bool
+
+    def __call__(self, value: Any) -> str:
+        if not isinstance(value, list):
+            return as_json(as_text(value))
+        messages = self.chat(value)
+        if self.is_answer and json.loads(messages)[-1]["role"].lower() != "assistant":
+            raise ValueError("does not end with a turn of the assistant")
+        return messages
+
+
+def answers_of(row: dict[str, str | None]) -> tuple[Answer, Answer]:
+    """Return the chosen and the rejected answer of a row of TextOrChat's values. Raise a ValueError that says why the
+    row is none of those that `Dpo` reads."""
+    prompt, chosen, rejected = (json.loads(row.get(name) or "null") for name in ("prompt", "chosen", "rejected"))
+    if not isinstance(chosen, list) and not isinstance(rejected, list):
+        if not isinstance(prompt, str):
+            raise ValueError("has texts to choose from, but no text as a prompt")
+        return {"prompt": prompt, "completion": chosen}, {"prompt": prompt, "completion": rejected}
+    if not (isinstance(chosen, list) and isinstance(rejected, list)):
+        raise ValueError("has a text and a list of messages to choose from")
+    chats: list[Chat] = [chosen, rejected]
+    if isinstance(prompt, list):
+        size = len(prompt)
+        chats = [chat if chat[:size] == prompt else prompt + chat for chat in chats]
+    else:  # the last message of each is its answer, even if they are the same
+        pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+        size = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        if not size:
+            raise ValueError("has two chats that begin with different messages, so there is no prompt")
+        if prompt and not any(prompt.strip() in message["content"] for message in chosen[:size]):
+            raise ValueError("has a prompt that is in neither chat")
+    if any(chat[size]["role"].lower() in ("system", "developer", "user") for chat in chats):
+        raise ValueError("has answers to different prompts: not both begin with a turn of the assistant, or of a tool")
+    # turns of weight 0 are not learnt from
+    weighted = ([message | {"weight": 0} for message in chat[:size]] + chat[size:] for chat in chats)
+    one, other = ({"messages": as_json(chat), "tools": row.get("tools")} for chat in weighted)
+    return one, other
+
+
 class Dpo(Decoder):
-    """Learns which of two answers to prefer. The dataset's columns are prompt, chosen and rejected, all text."""
+    """Learns which of two answers to prefer.
+
+    The dataset's columns are prompt, chosen and rejected: texts, or lists of messages. Like TRL, it also reads chosen
+    and rejected as whole chats, without a prompt or with its text: what both begin with is the prompt. A `tools` column
+    beside lists of messages describes the tools that they may call. Only turns of the assistant are learnt from.
+    """
 
     name: Literal["dpo"] = "dpo"
     """The task to train."""
@@ -60,6 +120,16 @@ class Dpo(Decoder):
         if self.lora.r:
             yield "task.lora.r: all weights are trained here, without adapters"
 
+    def load_model(self) -> Any:
+        model = super().load_model().eval()
+        tokens = torch.arange(8)[None]
+        with torch.no_grad():
+            alone, followed = (model(input_ids=tokens[:, :size], use_cache=False).logits[:, :7] for size in (7, 8))
+        if not (alone - followed).norm() < 1e-4 * alone.norm():  # rounding makes it 1e-6
+            kind = model.config.model_type
+            raise UserError(f"{kind} sees the tokens that it has to predict, as an encoder does: name a decoder")
+        return model
+
     def finish(self, model: Any) -> PolicyAndReference:
         return PolicyAndReference(model)
 
@@ -67,16 +137,38 @@ class Dpo(Decoder):
         """Leave it to `build_model`: the reference is a copy of the policy's weights."""
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
-        parts = self.usable_parts(self.open_rows(), dict.fromkeys(("prompt", "chosen", "rejected"), as_text))
-        length = self.sequence_length
-        formats = [{"prompt": "prompt", "completion": answer} for answer in ("chosen", "rejected")]
-        chunkers = [Chunker(columns, self._tokenizer, length, train_on_prompts=False) for columns in formats]
+        (opened,) = self.open_rows()
+        encode, length = partial(TextOrChat, ChatEncoder(str(self._tokenizer.chat_template))), self.sequence_length
+        columns: dict[str, Any] = {name: encode(is_answer=True) for name in ("chosen", "rejected")}
+        if "prompt" in opened.train.column_names:
+            columns["prompt"] = encode(is_answer=False)
+        parts = self.usable_parts([opened], columns | {"tools": as_tools})
         train, evaluation = (
-            [*zip(*(c.make_chunks(rows, "answers") for c in chunkers), strict=True)] for (rows,) in parts
+            self._pairs(rows, where) for (rows,), where in zip(parts, PART_NAMES.values(), strict=True)
         )
         if full := sum(not all(answer["targets"] for answer in pair) for pair in train + evaluation):
             raise UserError(f"task.sequence_length={length}: {full} prompts leave no room for an answer; raise it")
         return train, evaluation
+
+    def _pairs(self, rows: Dataset, where: str) -> list[Any]:
+        """Return the chunks of each row's chosen and rejected answer."""
+        pairs = []
+        for number, row in enumerate(rows, start=1):
+            try:
+                pairs.append(answers_of(row))
+            except ValueError as error:
+                raise UserError(f"task.dataset={self.dataset}: row {number} of {where} {error}") from None
+        formats = {tuple(answer) for answer, _ in pairs}
+        if len(formats) > 1:
+            raise UserError(
+                f"task.dataset={self.dataset}: some rows of {where} are texts, and others lists of messages"
+            )
+        columns = {name: name for name in formats.pop()}
+        if "messages" in columns and not self._tokenizer.chat_template:
+            raise UserError("the tokenizer has no chat template: name a model that was trained on chats")
+        chunker = Chunker(columns, self._tokenizer, self.sequence_length, train_on_prompts=False)
+        answers = (Dataset.from_list([*of_all]) for of_all in zip(*pairs, strict=True))
+        return [*zip(*(chunker.make_chunks(rows, "answers") for rows in answers), strict=True)]
 
     def fingerprint(self, dataset: list[Any]) -> str:
         return hashlib.sha256(repr(dataset).encode()).hexdigest()

@@ -52,6 +52,16 @@ def test_files_and_tests_that_the_guides_name_exist() -> None:  # room: template
         assert read(guide).count("\n") <= 60
 
 
+def test_the_readme_begins_by_training_testing_and_chatting() -> None:  # room: template
+    """Each sets up what it needs, and what is tested there is tested on each push. Tried without `make test` in the
+    README, without its minutes, without `setup` in its rule, and without `make test-gpu` in .ci/run."""
+    block = read("README.md").split("```\n")[1]
+    assert re.findall(r"^make ([a-z-]+) +# .*minutes", block, re.MULTILINE) == ["train", "test", "chat"]
+    rules = read("Makefile") + read("examples/text.mk")
+    assert {"train", "test", "chat"} <= {*re.findall(r"^([a-z-]+): setup\b", rules, re.MULTILINE)}
+    assert find(r"^make ([a-z-]+)$", ".ci/run") == ["test", "lint", "test-gpu"]
+
+
 def test_the_readme_is_short_and_shows_the_step_as_it_is() -> None:  # room: template
     """Tried with another name in the step of train.py."""
     assert read("README.md").count("\n") <= 120

@@ -73,7 +73,11 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
     """Save, take two steps, restore, and take them again. Delete the checkpoint, which is in the output folder."""
     run = subject.run
     folder = run.config.folder / "tmp_check"
-    saved = subject.at(STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False)
+    # a run of fewer steps would not resume from a checkpoint of its end
+    steps = max(2 * STEPS, run.total_steps)
+    saved = subject.at(
+        STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False, max_steps=steps
+    )
     if run.is_main:
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier check that was killed
     run.accelerator.wait_for_everyone()

@@ -63,7 +63,7 @@ def evaluating_less(subject: Subject) -> Run:
     size = AT_ONCE * subject.run.data_size
     most = min(len(subject.run.eval_set), MOST_BATCHES * size)
     dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
-    return replace(subject.at(0), eval_set=dataset, evaluated_at_once=AT_ONCE)
+    return replace(subject.at(0, micro_batch_size=AT_ONCE), eval_set=dataset, examples_in_cache=0)
 
 
 def check_data(subject: Subject) -> Iterator[Row]:
@@ -84,7 +84,7 @@ def check_data(subject: Subject) -> Iterator[Row]:
             others.append(f"epoch {epoch + 1}")
     yield none_differ("the first examples of epochs", others, "as drawn by hand")
     less = evaluating_less(subject)
-    steps_read = ([batch] for batch in evaluation_batches(reading_indices(less)))
+    steps_read = ([batch] for batch in evaluation_batches(reading_indices(less), subject.stop.sums))
     size = AT_ONCE * run.data_size
     batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
     expected = [batch[run.data_rank :: run.data_size] for batch in batches]

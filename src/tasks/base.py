@@ -77,6 +77,8 @@ class TaskState:
     """Type of the device that the run trains on, such as cuda."""
     dtype: torch.dtype = torch.float32
     """Dtype that it computes in."""
+    is_check: bool = False
+    """Whether --check compares the run in fp32, whatever it trains in."""
     cp: ContextParallel = ALONE
     """The processes that split each sequence. With several, `collate` returns this process's part of each example, and
     what `loss`, `evaluate` and `count` return must sum over the group to the values for whole examples."""

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, recursively_apply, send_to_device
+from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
 from src.config.config import Config
 from src.config.terminal import bar
-from src.distributed.stop import StopSignal
+from src.distributed.stop import HostSums, StopSignal
 from src.tasks.base import Counts, Examples, Indices, Task, samples
 from src.training.progress import StepResult
 from src.training.run import Run
@@ -159,9 +159,12 @@ class CountedSteps:
         self._summed = self._stop.sums.begin({**counts, STOP_REQUESTS: float(self._stop.requested)})
 
 
-def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
-    """Yield this process's shard of the evaluation set, in order."""
-    size = run.evaluated_at_once or examples_at_once(run, cache_size(run.device))
+def evaluation_batches(run: Run, sums: HostSums) -> Iterator[MicroBatch]:
+    """Yield this process's shard of the evaluation set, in order. Batches are as large as in training, or larger if
+    a layer's activations still fit in the cache. Collective."""
+    if run.examples_in_cache is None:
+        run.examples_in_cache = examples_in_cache(run, sums)
+    size = max(run.config.forward_batch_size(run.data_size), run.examples_in_cache)
     global_batch_size = size * run.data_size
     # never shuffled: gather_in_order in evaluation.py relies on the order of the dataset
     order = range(len(run.eval_set))
@@ -172,9 +175,9 @@ def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
         yield batch
 
 
-def examples_at_once(run: Run, cache: int) -> int:
-    """Return how many examples to evaluate at once, the same on all processes: as many as in training, or more
-    if a layer's activations still fit in this process's share of a cache of so many bytes. Collective.
+def examples_in_cache(run: Run, sums: HostSums) -> int:
+    """Return how many examples' activations, of the largest layer, fit in this process's share of the device's cache:
+    the same number on all processes. Wait for no device. Collective.
 
     Batches cost the same time each in Python, in launching kernels and in reading weights. A layer gets a quarter of
     the cache: weights and the layers before and after it need room too. (With all of it, an example took up to 1.1
@@ -186,16 +189,17 @@ def examples_at_once(run: Run, cache: int) -> int:
         layers.append(sum(leaf.nbytes for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)))
 
     # the last example: where texts are sorted by length, the longest
-    batch = send_to_device(fetch_batch(run.task, run.eval_set, [len(run.eval_set) - 1]), run.device)
+    batch = _copy(fetch_batch(run.task, run.eval_set, [len(run.eval_set) - 1]), run.device)
     # compiled code would be compiled anew
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         hook = register_module_forward_hook(measure, with_kwargs=True)
         run.task.evaluate(run.model, batch)
         hook.remove()
-    share = cache // (4 * run.world_size)  # as if all were on this machine: the same size wherever they are
-    size = max(run.config.forward_batch_size(run.data_size), share // max(layers))
-    # machines may differ
-    return broadcast_object_list([size])[0]
+    # as if all were on this machine: the same size wherever they are
+    share = cache_size(run.device) // (4 * run.world_size)
+    # machines may differ: all take the main process's number
+    agreed = sums.begin({"examples": float(run.is_main * (share // max(layers)))})()
+    return int(agreed["examples"])
 
 
 def cache_size(device: torch.device) -> int:
@@ -262,17 +266,16 @@ def _copy_step(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]
     # torch refuses to set that.
     if device.index is not None:
         torch.accelerator.set_device_index(device)
-    copied = []
-    for batch in step:
-        data = batch.data
-        if device.type == "cuda":
-            # A copy from pageable memory blocks the host; one from pinned memory is only queued. The pinned allocator
-            # does not reuse the memory before the copy is done.
-            data = recursively_apply(lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor, data)
-        # queued on the stream of the kernels, which need no event to wait for the data
-        data = send_to_device(data, device, non_blocking=True)
-        copied.append(batch._replace(data=data))
-    return copied
+    return [batch._replace(data=_copy(batch.data, device)) for batch in step]
+
+
+def _copy(data: Any, device: torch.device) -> Any:
+    if device.type == "cuda":
+        # A copy from pageable memory blocks the host; one from pinned memory is only queued. The pinned allocator
+        # does not reuse the memory before the copy is done.
+        data = recursively_apply(lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor, data)
+    # queued on the stream of the kernels, which need no event to wait for the data
+    return send_to_device(data, device, non_blocking=True)
 
 
 def in_background(items: Iterator[Any]) -> Iterator[Any]:

@@ -52,8 +52,8 @@ class Run:
     """The inputs of the run, which each checkpoint saves."""
     facts: dict[str, Any]
     """Facts about model and data, for summary.json and the startup summary."""
-    evaluated_at_once: int = 0
-    """Examples that this process evaluates at once; 0: as many as `examples_at_once` in batches.py says."""
+    examples_in_cache: int | None = None
+    """Examples whose activations fit in a cache, so that as many can be evaluated at once. None: not measured yet."""
 
     def __post_init__(self) -> None:
         # only fp16 needs loss scaling: bf16 has fp32's range
@@ -150,7 +150,8 @@ class Run:
 def begin_task(config: Config, launch: Launch, resume: ResumePoint) -> Config:
     """Return the settings with the task of this run. Raise a UserError if it asks for what the device cannot do.
     Collective."""
-    state = TaskState(device=launch.device, dtype=HALF_PRECISION.get(launch.precision, torch.float32))
+    dtype = HALF_PRECISION.get(launch.precision, torch.float32)
+    state = TaskState(launch.device, dtype, is_check=config.mode == "check")
     kept = resume.state.origin.data_state if resume.state else {}
     (state.date,) = broadcast_object_list([kept.get("date", state.date)])
     return config.model_copy(update={"task": config.task.begin(state)})

@@ -51,8 +51,10 @@ def test_the_digits_are_well(launch: Launch, yaml: str, processes: int, argument
 
 
 def test_half_precision_is_compared_in_fp32(launch: Launch) -> None:
-    """With a process that loads data, too."""
-    run = launch("cpu", "--check", SMALL, "--num_workers=1", launcher_arguments=("--mixed_precision=bf16",))
+    """With a process that loads data, and in a run that ends before the checkpoint that is resumed from. Tried with
+    that run's own length: it "already has 2 steps"."""
+    how = ("--check", SMALL, "--num_workers=1", "--max_steps=1")
+    run = launch("cpu", *how, launcher_arguments=("--mixed_precision=bf16",))
     assert_all_is_well(run)
     assert "--check compares in fp32; the run itself uses bf16\n" in run.stdout
 

@@ -59,9 +59,12 @@ def test_a_step_waits_for_and_allocates_nothing(arguments: tuple[str, ...], proc
 
 
 @of_text
-def test_an_evaluation_does_not_wait_for_each_batch() -> None:
-    """Tried without output_size in repeat_interleave: one wait for each."""
-    assert sum(probed(*EAGER, steps=12).evaluation.get(kind, 0) for kind in ("sync_stream", "sync_device")) == 0
+@pytest.mark.parametrize(("arguments", "processes"), [(EAGER, 0), (FSDP, 8)])
+def test_an_evaluation_does_not_wait_for_each_batch(arguments: tuple[str, ...], processes: int) -> None:
+    """Nor where its size is measured. Tried without output_size in repeat_interleave: one wait for each; with the size
+    measured on pageable memory, and agreed on through NCCL."""
+    evaluation = probed(*arguments, steps=12, processes=processes).evaluation
+    assert sum(evaluation.get(kind, 0) for kind in ("sync_stream", "sync_device")) == 0
 
 
 @of_text

@@ -146,6 +146,59 @@ def test_rows_that_do_not_fit_are_named(models: Path) -> None:
     assert refused([row, {**row, "prompt": "a" * 20}], *dpo, sequence_length=20) == expected
 
 
+def said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+EARLIER = [said("user", "Hi"), said("assistant", "Hello"), said("user", "Who?")]
+CHOSEN, REJECTED = said("assistant", "Ada"), said("assistant", "You")
+WHOLE = {"chosen": [*EARLIER, CHOSEN], "rejected": [*EARLIER, REJECTED]}
+IN_TURNS = "<user>Hi<|endoftext|><assistant>Hello<|endoftext|><user>Who?<|endoftext|><assistant>"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": IN_TURNS, "chosen": "Ada", "rejected": "You"},
+        {"prompt": EARLIER, "chosen": [CHOSEN], "rejected": [REJECTED]},
+        WHOLE,
+        WHOLE | {"prompt": "Hi"},
+        WHOLE | {"prompt": EARLIER},
+    ],
+)
+def test_preferences_are_read_from_texts_and_from_chats(models: Path, row: dict[str, Any]) -> None:
+    """As TRL reads them, and only the answers are learnt from. Tried without weights of 0: from earlier turns too."""
+    (pair,), _ = task_on([row], Dpo, models / "llama", sequence_length=128).build_datasets()
+    tokenizer: Any = AutoTokenizer.from_pretrained(models / "llama")
+    for chunk, answer in zip(pair, ("Ada", "You"), strict=True):
+        assert tokenizer.decode(chunk["input_ids"]) == f"<|endoftext|>{IN_TURNS}{answer}"
+        learnt = [label for label in chunk["labels"] if label != -100]
+        assert tokenizer.decode(learnt) == f"{answer}<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([{"chosen": "Ada", "rejected": "You"}], "row 1 of the training data has texts to choose from, but no text as"),
+        ([WHOLE | {"rejected": "You"}], "row 1 of the training data has a text and a list of messages to choose from"),
+        ([WHOLE | {"rejected": [said("user", "?"), CHOSEN]}], "begin with different messages, so there is no prompt"),
+        ([WHOLE | {"prompt": EARLIER[1:]}], "row 1 of the training data has answers to different prompts"),
+        ([WHOLE | {"prompt": "Bye"}], "row 1 of the training data has a prompt that is in neither chat"),
+        ([WHOLE | {"chosen": EARLIER}], "line 1: chosen does not end with a turn of the assistant"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}, WHOLE | {"prompt": "Hi"}], "some rows of the training data"),
+    ],
+)
+def test_preferences_that_would_be_read_in_part_are_refused(models: Path, rows: list[Any], says: str) -> None:
+    """Tried without each condition: the text of a prompt is left out, or chats are compared that share none."""
+    assert says in refused(rows, Dpo, models / "llama", sequence_length=128)
+
+
+def test_preferences_of_a_model_that_sees_the_answer_are_refused(models: Path) -> None:
+    """Tried without the trial: an encoder trains, on labels that are in its inputs."""
+    with pytest.raises(UserError, match="^bert sees the tokens that it has to predict, as an encoder does: name a dec"):
+        task_on([WHOLE], Dpo, models / "bert").build_model()
+
+
 @needs("src/check")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS_AND_TAGS)

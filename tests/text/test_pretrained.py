@@ -22,8 +22,8 @@ from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
     Llama4ForConditionalGeneration,
-    Mxfp4Config,
 )
+from transformers.utils.quantization_config import Mxfp4Config
 
 from src.config.config import config_from
 from src.config.errors import UserError
@@ -34,6 +34,7 @@ from src.tasks.base import TaskState, Tensors
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.training.run import begin_task, prepare_model
+from src.training.state import ResumePoint
 from tests.launching import Launch
 from tests.text import tiny
 from tests.text.tiny import LLAMA
@@ -195,7 +196,8 @@ def test_what_is_not_used_is_said(folder: Path, tmp_path: Path) -> None:
     """What transformers knows to ignore, the head that a classifier replaces, and what a multimodal model has for
     pictures. Tried with all of it refused."""
     sizes = {"text_config": TEXT_PART, "vision_config": VISION_PART}
-    llama4 = Llama4ForConditionalGeneration(AutoConfig.for_model("llama4", **sizes))
+    config: Any = AutoConfig.for_model("llama4", **sizes)
+    llama4 = Llama4ForConditionalGeneration(config)
     llama4.save_pretrained(tmp_path / "llama4")
     byte_tokenizer().save_pretrained(tmp_path / "llama4")
     classifier = tiny.task(TextClassification, dataset="team/none", model=str(folder / "llama"))
@@ -254,7 +256,7 @@ def first_loss(accelerator: Accelerator, launch: Launched, task: dict[str, Any])
     if accelerator.is_fsdp2:
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # it remembers the last model's blocks
     try:
-        config = begin_task(config_from({"task": task}, TASKS), launch)
+        config = begin_task(config_from({"task": task}, TASKS), launch, ResumePoint())
         model, _ = prepare_model(config, accelerator, launch)
     except UserError as error:
         return str(error)

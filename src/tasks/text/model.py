@@ -146,9 +146,9 @@ def is_four_bit(config: PreTrainedConfig) -> bool:
 
 
 def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTrainedConfig:
-    """Return a model's config, changed so that `from_pretrained` dequantizes weights, or computes with 4-bit ones in
-    bf16. Attention is chosen elsewhere; add to `remarks` that the config asks for one. Raise a ValueError if the
-    weights are quantized in a way that can't be read here."""
+    """Return a model's config, changed so that `from_pretrained` dequantizes weights. Attention is chosen elsewhere:
+    add to `remarks` that the config asks for one. Raise a ValueError if the weights are quantized in a way that can't
+    be read here."""
     config: Any = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if asked := config._attn_implementation:
         remarks.append(f"{source}: its config.json asks for {asked} attention, which is ignored")
@@ -157,32 +157,39 @@ def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTra
     method = quantization.get("quant_method")
     if method in DEQUANTIZED:
         quantization["dequantize"] = True
-    elif is_four_bit(config):
-        quantization["bnb_4bit_compute_dtype"] = "bfloat16"
-    elif quantization:
+    elif quantization and not is_four_bit(config):
         raise ValueError(f"its weights are quantized ({method}): use the model that they were quantized from")
     return config
 
 
-NF4 = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.bfloat16,
-)
+def four_bits(compute_dtype: torch.dtype = torch.bfloat16) -> BitsAndBytesConfig:
+    """Return how weights are quantized for `task.lora.base_dtype=nf4`."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
 
 
 def load_pretrained(
-    auto: Any, source: str, revision: str | None, config: PreTrainedConfig, base_dtype: str | None
+    auto: Any,
+    source: str,
+    revision: str | None,
+    config: PreTrainedConfig,
+    base_dtype: str | None,
+    compute_dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Any, dict[str, Any]]:
     """Return a pretrained model, fp32, and what `output_loading_info` tells of it. With a `base_dtype` of nf4, linear
-    layers except for the output are in 4 bits, with bf16 as compute dtype: their tensors are quantized one at a time,
-    on the device that will hold them. On a CPU, 8 billion weights take minutes."""
+    layers except for the output are in 4 bits, and compute in `compute_dtype`: their tensors are quantized one at a
+    time, on the device that will hold them. On a CPU, 8 billion weights take minutes."""
     options: dict[str, Any] = {}
     if base_dtype == "nf4":
         require_four_bits(is_sharded=False)
-        quantization = None if is_four_bit(config) else NF4
-        options = {"quantization_config": quantization, "device_map": {"": PartialState().device}}
+        options = {"device_map": {"": PartialState().device}, "quantization_config": four_bits(compute_dtype)}
+    if is_four_bit(config):
+        options.pop("quantization_config", None)
+        quantization_of(config)["bnb_4bit_compute_dtype"] = compute_dtype
     loaded: tuple[Any, dict[str, Any]] = auto.from_pretrained(
         source,
         revision=revision,
@@ -200,7 +207,7 @@ def give_four_bits(model: Any) -> None:  # room: plan
     """Replace a model's linear layers, except for the output, with 4-bit layers on the GPU, without values. Raise a
     UserError where `load_model` would."""
     require_four_bits(AcceleratorState().distributed_type == DistributedType.FSDP)
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), NF4)
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), four_bits())
     for layer in model.modules():
         weight: Any = getattr(layer, "weight", None)
         if getattr(weight, "quant_type", None):
@@ -459,7 +466,7 @@ class FineTuning(TextTask):
         weights can't be trained as they are stored."""
         with loading("model", self.model):
             config = load_config(str(self.model), self.revision, self.state.remarks)
-        if is_four_bit(config) and not (self.lora.r and self.state.dtype == torch.bfloat16):
+        if is_four_bit(config) and not (self.lora.r and self.has_bf16):
             hint = "train adapters (task.lora.r) with --mixed_precision bf16, or an unquantized model"
             raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
         return self.with_dropout(config)
@@ -526,7 +533,8 @@ class FineTuning(TextTask):
             return model
         self.state.notes.append(f"frozen weights in {self.base_dtype}")
         options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
-        return add_adapters(self.lora, model, self.revision, self.base_dtype, **options)
+        base_dtype = None if self.state.is_check else self.base_dtype  # it computes in fp32, with 4-bit weights too
+        return add_adapters(self.lora, model, self.revision, base_dtype, **options)
 
     def model_from_config(self) -> Any:
         """Return a new transformers model of this config, fp32, with random weights."""
@@ -539,7 +547,8 @@ class FineTuning(TextTask):
         logging.disable_progress_bar()
         with loading("model", self.model):
             source, config = str(self.model), self._config
-            model, found = load_pretrained(self.auto_class, source, self.revision, config, self.base_dtype)
+            how = self.base_dtype, self.state.dtype
+            model, found = load_pretrained(self.auto_class, source, self.revision, config, *how)
             if files := self._plain_files():
                 _, fit = empty_pretrained(self.model_from_config, files)
             else:
@@ -581,8 +590,8 @@ class FineTuning(TextTask):
                 raise UserError(f"task.model={self.model}: not a checkpoint of {kind}: {says}: {some(names)}")
         if fit.unused:
             self.state.remarks.append(f"{self.model} has weights that are not used: {some(fit.unused)}")
-        if model.can_generate() and (names := drop_settings_without_effect(model.generation_config)):
-            self.state.remarks.append(f"generation settings without effect are left out: {', '.join(names)}")
+        if model.can_generate() and (dropped := drop_settings_without_effect(model.generation_config)):
+            self.state.remarks.append(f"generation settings without effect are left out: {', '.join(dropped)}")
 
     def _is_replaced(self, model: PreTrainedModel, name: str) -> bool:
         """Return whether a weight in the files belongs to a part that the trained model is meant not to have: the head
