@@ -445,11 +445,16 @@ class FineTuning(TextTask):
     def begin(self, state: TaskState) -> Self:
         # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if self.lora.base_dtype not in (None, "fp32") and state.dtype != torch.bfloat16:
-            raise UserError(
-                f"task.lora.base_dtype={self.lora.base_dtype}: needs --mixed_precision bf16 before train.py"
-            )
-        return super().begin(state)
+        task = super().begin(state)
+        if self.lora.base_dtype not in (None, "fp32") and not task.has_bf16:
+            says = "needs --mixed_precision bf16 before train.py"
+            raise UserError(f"task.lora.base_dtype={self.lora.base_dtype}: {says}")
+        return task
+
+    @property
+    def has_bf16(self) -> bool:
+        """Return whether the run computes in bf16; --check does so in fp32 in its place."""
+        return self.state.dtype == torch.bfloat16 or self.state.is_check
 
     @property
     def base_dtype(self) -> str | None:
