@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
 from src.config.errors import UserError, listed
-from src.tasks.text.reading import PART_NAMES, as_json, note
+from src.tasks.text.reading import PART_NAMES, as_json
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import fold
 
@@ -75,7 +75,7 @@ class TokenClassification(TextClassification):
                 hint = "rename it, or remove id2label from its config.json to begin with new ones"
                 raise UserError(f"task.label_column={self.label_column}: {says}; {hint}")
         if renamed := listed(f"{a} is read as {b}" for a, b in zip(written, names, strict=True) if a != b):
-            note(f"task.label_column={self.label_column}: {renamed}")
+            self.state.remarks.append(f"task.label_column={self.label_column}: {renamed}")
         self.state.data["labels"], self._written = names, written
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:

@@ -382,7 +382,7 @@ def require_decoder(config: PreTrainedConfig, packing: bool, sequence_length: in
     hint = "packed documents may see each other: try --task.packing=false" if packing else ""
     text: Any = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (vars(text), ropes, *filter(lambda part: isinstance(part, dict), ropes.values())):
+    for rope in (vars(text), ropes):
         if sequence_length > (original := rope.get(ORIGINAL) or sequence_length):
             rope[ORIGINAL] = 4  # of the trial's documents, some are longer
             hint = f"longer ones may change how those beside them are read: try --task.sequence_length={original}"

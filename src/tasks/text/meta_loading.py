@@ -7,7 +7,7 @@ process, all alike.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,9 +41,9 @@ class Fit(NamedTuple):
     """The files' weights that the model has no place for."""
     unexpected: set[str]
     """Those of the unused ones that transformers does not know to ignore by their names."""
-    quantized: set[str]
+    quantized: Collection[str] = ()
     """The files' weights that are not floats."""
-    has_both: bool
+    has_both: bool = False
     """Whether the files have two weights that the config ties: `from_pretrained` compares their values."""
 
 

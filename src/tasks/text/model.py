@@ -6,7 +6,6 @@ import os
 import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -44,7 +43,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import align_special_tokens
 from transformers.utils import is_bitsandbytes_available
 
-from src.config.errors import UserError, cause, explained, refuse
+from src.config.errors import UserError, cause, explained, listed, refuse
 from src.config.settings import nearest
 from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
@@ -95,11 +94,9 @@ def add_adapters(
         try:
             adapted = peft.get_peft_model(model, config, revision=revision)
         except (ValueError, TypeError, re.error) as error:
-            ends = tuple(f".{name}" for name in lora.target_modules)
-            chosen = [
-                name for name, layer in model.named_modules() if f".{name}".endswith(ends) and f"{layer}" in f"{error}"
-            ]
-            hint = f"{chosen[0]} cannot have adapters: exclude it; " if chosen else ""
+            ends = tuple(lora.target_modules)
+            layers = [name for name, layer in model.named_modules() if name.endswith(ends) and f"{layer}" in f"{error}"]
+            hint = f"{layers[-1]} cannot have adapters: exclude it; " if layers else ""
             raise UserError(f"task.lora.target_modules, exclude_modules: {hint}{cause(error)[:200]}") from error
     layers = adapted.get_base_model().named_modules()
     adapters = {name: layer for name, layer in layers if hasattr(layer, "reset_lora_parameters")}
@@ -136,13 +133,8 @@ DEQUANTIZED = ("fp8", "mxfp4")
 
 def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
     """Return what the config says about the quantization of the weights in the files; empty if they are not."""
-    found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
-    return next(filter(None, found), {})
-
-
-def is_four_bit(config: PreTrainedConfig) -> bool:
-    """Return whether the weights in the files are in bitsandbytes' 4 bits."""
-    return bool(quantization_of(config).get("load_in_4bit"))
+    own, text = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    return own or text or {}
 
 
 def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTrainedConfig:
@@ -157,12 +149,12 @@ def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTra
     method = quantization.get("quant_method")
     if method in DEQUANTIZED:
         quantization["dequantize"] = True
-    elif quantization and not is_four_bit(config):
+    elif quantization and not quantization.get("load_in_4bit"):
         raise ValueError(f"its weights are quantized ({method}): use the model that they were quantized from")
     return config
 
 
-def four_bits(compute_dtype: torch.dtype = torch.bfloat16) -> BitsAndBytesConfig:
+def four_bits(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return how weights are quantized for `task.lora.base_dtype=nf4`."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -172,42 +164,23 @@ def four_bits(compute_dtype: torch.dtype = torch.bfloat16) -> BitsAndBytesConfig
     )
 
 
-def load_pretrained(
-    auto: Any,
-    source: str,
-    revision: str | None,
-    config: PreTrainedConfig,
-    base_dtype: str | None,
-    compute_dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Any, dict[str, Any]]:
-    """Return a pretrained model, fp32, and what `output_loading_info` tells of it. With a `base_dtype` of nf4, linear
-    layers except for the output are in 4 bits, and compute in `compute_dtype`: their tensors are quantized one at a
-    time, on the device that will hold them. On a CPU, 8 billion weights take minutes."""
-    options: dict[str, Any] = {}
-    if base_dtype == "nf4":
-        require_four_bits(is_sharded=False)
-        options = {"device_map": {"": PartialState().device}, "quantization_config": four_bits(compute_dtype)}
-    if is_four_bit(config):
-        options.pop("quantization_config", None)
-        quantization_of(config)["bnb_4bit_compute_dtype"] = compute_dtype
-    loaded: tuple[Any, dict[str, Any]] = auto.from_pretrained(
-        source,
-        revision=revision,
-        config=config,
-        dtype=torch.float32,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **options,
-    )
-    return loaded
+def four_bit_options(config: PreTrainedConfig, compute_dtype: torch.dtype) -> dict[str, Any]:
+    """Return the options for `from_pretrained` to load linear layers, except for the output, in 4 bits, to compute in
+    this dtype. Tensors are quantized one at a time, on the device that will hold them, unless they are in 4 bits in the
+    files: on a CPU, 8 billion weights take minutes."""
+    require_four_bits(is_sharded=False)
+    options: dict[str, Any] = {"device_map": {"": PartialState().device}}
+    if stored := quantization_of(config):
+        stored["bnb_4bit_compute_dtype"] = compute_dtype
+        return options
+    return options | {"quantization_config": four_bits(compute_dtype)}
 
 
 def give_four_bits(model: Any) -> None:  # room: plan
     """Replace a model's linear layers, except for the output, with 4-bit layers on the GPU, without values. Raise a
     UserError where `load_model` would."""
     require_four_bits(AcceleratorState().distributed_type == DistributedType.FSDP)
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), four_bits())
+    replace_with_bnb_linear(model, get_keys_to_not_convert(model), four_bits(torch.bfloat16))
     for layer in model.modules():
         weight: Any = getattr(layer, "weight", None)
         if getattr(weight, "quant_type", None):
@@ -266,16 +239,19 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
     """Return the language model that a run exported, fp32, with its adapters if it has any; `base_dtype` is that of
     frozen weights. Raise a UserError if there is none."""
     logging.disable_progress_bar()
+    auto: Any = AutoModelForCausalLM
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
     with explained("not a language model: ", (OSError, ValueError)):
         if has_adapters:
             peft: Any = import_module("peft")
             adapted = peft.PeftConfig.from_pretrained(source)
             source, revision = adapted.base_model_name_or_path, adapted.revision
-        config = load_config(source, revision, [])
-        model, found = load_pretrained(AutoModelForCausalLM, source, revision, config, base_dtype)
-        if absent := found["missing_keys"] | {name for name, *_ in found["mismatched_keys"]}:
-            raise UserError(f"not a language model: it lacks {min(absent)}")
+        config: Any = load_config(source, revision, [])
+        options = four_bit_options(config, torch.bfloat16) if base_dtype == "nf4" else {}
+        options |= {"revision": revision, "config": config, "dtype": torch.float32, "trust_remote_code": False}
+        model, found = auto.from_pretrained(source, output_loading_info=True, **options)
+        if found["missing_keys"]:
+            raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
         if has_adapters:
             grow(model, len(AutoTokenizer.from_pretrained(folder)))
             with suppress(OSError):  # adapters from elsewhere have none
@@ -397,12 +373,6 @@ def _write_file(file: Path, tensors: Tensors, accelerator: Accelerator) -> None:
         save_file(gathered, file, {"format": "pt"})
 
 
-def some(names: Iterable[str]) -> str:
-    """Return up to three names for a message, and how many there are."""
-    first, *rest = sorted(names)
-    return ", ".join([first, *rest[:2]]) + (f", … ({len(rest) + 1} in all)" if len(rest) > 2 else "")
-
-
 class FineTuning(TextTask):
     """Trains a transformers model on text."""
 
@@ -461,7 +431,7 @@ class FineTuning(TextTask):
         """Return the dtype of the frozen weights under adapters: nf4, bf16 or fp32; None without adapters."""
         if not self.lora.r:
             return None
-        if is_four_bit(self._config):
+        if quantization_of(self._config).get("load_in_4bit"):
             return "nf4"
         is_bf16 = self.state.device == "cuda" and self.state.dtype == torch.bfloat16
         return self.lora.base_dtype or ("bf16" if is_bf16 else "fp32")
@@ -471,7 +441,7 @@ class FineTuning(TextTask):
         weights can't be trained as they are stored."""
         with loading("model", self.model):
             config = load_config(str(self.model), self.revision, self.state.remarks)
-        if is_four_bit(config) and not (self.lora.r and self.has_bf16):
+        if quantization_of(config).get("load_in_4bit") and not (self.lora.r and self.has_bf16):
             hint = "train adapters (task.lora.r) with --mixed_precision bf16, or an unquantized model"
             raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
         return self.with_dropout(config)
@@ -550,15 +520,23 @@ class FineTuning(TextTask):
         """Return the pretrained transformers model, fp32. Raise a UserError if it cannot be found, is damaged, or is
         another kind of model."""
         logging.disable_progress_bar()
+        options = four_bit_options(self._config, self.state.dtype) if self.base_dtype == "nf4" else {}
         with loading("model", self.model):
-            source, config = str(self.model), self._config
-            how = self.base_dtype, self.state.dtype
-            model, found = load_pretrained(self.auto_class, source, self.revision, config, *how)
+            model, found = self.auto_class.from_pretrained(
+                self.model,
+                revision=self.revision,
+                config=self._config,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **options,
+            )
             if files := self._plain_files():
                 _, fit = empty_pretrained(self.model_from_config, files)
             else:
                 absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-                fit = Fit(absent, found["unexpected_keys"], found["unexpected_keys"], set(), has_both=False)
+                fit = Fit(absent, found["unexpected_keys"], found["unexpected_keys"])
         keep_layout(model)
         self._accept(model, fit)
         head: Any = model.get_output_embeddings()
@@ -584,17 +562,17 @@ class FineTuning(TextTask):
         if self.has_new_head:
             base = f"{model.base_model_prefix}."
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
-        ignored = {name for name in fit.unexpected if not self._is_replaced(model, name)}
-        for names, says in (
-            (absent, "weights are missing or have another shape"),
-            (fit.quantized, "weights are quantized, as its config.json does not say"),
-            (ignored, "weights would be ignored, as its config.json is that of another model"),
-        ):
-            if names:
-                kind = type(model).__name__
-                raise UserError(f"task.model={self.model}: not a checkpoint of {kind}: {says}: {some(names)}")
+        mistakes = {
+            "are missing or have another shape": absent,
+            "are quantized, as its config.json does not say": fit.quantized,
+            "would be ignored, as its config.json is that of another model": {
+                name for name in fit.unexpected if not self._is_replaced(model, name)
+            },
+        }
+        where = f"task.model={self.model}: not a checkpoint of {type(model).__name__}: weights"
+        refuse(f"{where} {says}: {listed(sorted(names))}" for says, names in mistakes.items() if names)
         if fit.unused:
-            self.state.remarks.append(f"{self.model} has weights that are not used: {some(fit.unused)}")
+            self.state.remarks.append(f"{self.model} has weights that are not used: {listed(sorted(fit.unused))}")
         if model.can_generate() and (dropped := drop_settings_without_effect(model.generation_config)):
             self.state.remarks.append(f"generation settings without effect are left out: {', '.join(dropped)}")
 

@@ -300,12 +300,6 @@ def _require_unchanged(shard: Shard) -> None:
         raise UserError(f"{shard.url} {says}")
 
 
-def note(*lines: str) -> None:
-    """Print lines about the data that the user should know, on the first process."""
-    if is_first():
-        say(*lines, file=sys.stderr)
-
-
 CODE = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
 """The source code that makes the cached tables: when it changes, they are made again."""
 PART_NAMES = {"train": "the training data", "eval": "the evaluation data"}
@@ -369,7 +363,8 @@ class TextTask(TextSettings, Task):
         shards = [shard for shard in index_files(found, self.column_names, cache_folder()) if shard.groups]
         if not shards:
             raise UserError(f"task.dataset={dataset}: its files ({len(found)}) have no rows")
-        note(*(f"{shard.url}: {shard.note}" for shard in shards if shard.note))
+        if is_first():
+            say(*(f"{shard.url}: {shard.note}" for shard in shards if shard.note), file=sys.stderr)
         return ShardReader(shards)
 
     def usable_parts(self, opened: list[Opened], columns: Encoders) -> tuple[list[Any], list[Dataset]]:

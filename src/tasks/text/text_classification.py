@@ -20,7 +20,7 @@ from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.model import FineTuning, check_fit
 from src.tasks.text.packing import Batch
-from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, note, table_checksum
+from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
 from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source
 from src.tasks.text.streaming.stream import Stream, build_stream
@@ -93,41 +93,43 @@ class TextClassification(TextClassificationSettings, FineTuning):
         """Set the labels that the model knows, in the order of their ids: those that it was trained on or that its head
         names, which the data may write in another case or as ids; or, if the data have none of these, the training
         data's. Raise a UserError if there are fewer than two, or the data have others."""
-        where, whose = f"task.label_column={self.label_column}", "the model's (without its id2label, it gets new ones)"
-        counts = Counter(train[self.label_column][:])
-        found, new = {*counts, *evaluation[self.label_column][:]}, sorted_labels(counts)
+        where, remarks = f"task.label_column={self.label_column}", self.state.remarks
+        counts = Counter(train[self.label_column])
+        found, new = {*counts, *evaluation[self.label_column]}, sorted_labels(counts)
         if len(new) < 2 and not self._labels:
             raise UserError(f"{where}: all training rows have the same label, {new[0]}")
         if len(new) > SHOWN and 2 * [*counts.values()].count(1) > len(new) and all(map(NUMBER.fullmatch, new)):
-            note(f"{where}: {len(new):,} numbers, most of them once: is this a regression? Here each is a class")
+            remarks.append(
+                f"{where}: {len(new):,} numbers, most of them once: is this a regression? Each is a class here"
+            )
         head: Any = self._own_config.id2label
         # LABEL_0 is transformers' name for a label without one
         names = self._labels or [str(head[i]) for i in sorted(head) if head[i] != f"LABEL_{i}"]
         folded = {fold(label): label for label in sorted(found)}
         written = [name if name in found else folded.get(fold(name), name) for name in names]
-        if found.isdisjoint(written):
-            if new == [*map(str, range(len(names)))]:
-                written = new
-            elif not self._labels:
-                if names:
-                    note(f"{where}: the data's replace the model's, as none is the same: {listed(names)}")
-                names, written, whose = new, new, "the training data's"
+        if found.isdisjoint(written) and new == [*map(str, range(len(names)))]:
+            written = new
+        elif found.isdisjoint(written) and not self._labels:
+            if names:
+                remarks.append(f"{where}: the data's replace the model's, as none is the same: {listed(names)}")
+            names = written = new
         if unseen := listed(sorted(found - {*written})):
             says = f"{unseen} is in the data ({listed(sorted(found))}), but not among these labels: {listed(names)}"
+            whose = "the training data's" if names is new else "the model's (without its id2label, it gets new ones)"
             raise UserError(f"{where}: {says}, {whose}")
         if renamed := listed(f"{a} is read as {b}" for a, b in zip(written, names, strict=True) if a != b):
-            note(f"{where}: {renamed}")
+            remarks.append(f"{where}: {renamed}")
         self.state.data["labels"], self._written = names, written
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         train, evaluation = super().split(rows, dataset)
         known = {*train[self.label_column]}
-        is_known = np.array([label in known for label in evaluation[self.label_column]])
-        if self.eval_from == "random" and is_known.any():
-            # a row with a label of its own is trained on, as the model has to know it
-            train = concatenate_datasets([train, evaluation.select(np.flatnonzero(~is_known))])
-            evaluation = evaluation.select(np.flatnonzero(is_known))
-        return train, evaluation
+        # a row with a label of its own is trained on, as the model has to know it
+        alone = [row for row, label in enumerate(evaluation[self.label_column]) if label not in known]
+        if self.eval_from != "random" or len(alone) == len(evaluation):
+            return train, evaluation
+        others = np.setdiff1d(range(len(evaluation)), alone)
+        return concatenate_datasets([train, evaluation.select(alone)]), evaluation.select(others)
 
     def fingerprint(self, dataset: Dataset) -> str:
         if isinstance(dataset, Stream):  # room: streaming
