@@ -166,7 +166,8 @@ class Dpo(Decoder):
         columns = {name: name for name in formats.pop()}
         if "messages" in columns and not self._tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template: name a model that was trained on chats")
-        chunker = Chunker(columns, self._tokenizer, self.sequence_length, train_on_prompts=False)
+        known = self._config.get_text_config().vocab_size
+        chunker = Chunker(columns, self._tokenizer, self.sequence_length, train_on_prompts=False, num_known=known)
         answers = (Dataset.from_list([*of_all]) for of_all in zip(*pairs, strict=True))
         return [*zip(*(chunker.make_chunks(rows, "answers") for rows in answers), strict=True)]
 

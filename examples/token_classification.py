@@ -18,7 +18,7 @@ from transformers import AutoModelForTokenClassification, DataCollatorForTokenCl
 from src.config.errors import UserError, listed
 from src.tasks.text.reading import PART_NAMES, as_json
 from src.tasks.text.text_classification import TextClassification
-from src.tasks.text.tokenizing import fold
+from src.tasks.text.tokenizing import fold, require_known
 
 MOST_MISTAKES = 24
 """Rows of the table of mistakes."""
@@ -96,6 +96,7 @@ class TokenClassification(TextClassification):
         rows, options = [], {"is_split_into_words": True, "truncation": True, "max_length": self.sequence_length}
         for words, tags in sentences:
             encoded = self._tokenizer([f" {word}" for word in words], **options)  # byte-level ones expect the space
+            require_known(np.array(encoded["input_ids"]), self._tokenizer, self._own_config.vocab_size)
             ids = {word: self._written.index(tag) for word, tag in enumerate(tags)}
             names = [self._labels[i] for i in ids.values()]
             labels = [ids.pop(word, -100) for word in encoded.word_ids()]  # -100 after the first piece: no target

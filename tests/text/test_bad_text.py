@@ -225,7 +225,7 @@ DAMAGED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # 16 positions, of which the first two stand for padding and for nothing
     ({"bert/config.json": ROBERTA}, BERT, "task.sequence_length=16: the model sees at most 14 tokens"),
     (
-        {"llama/config.json": {"vocab_size": 257}}, LLAMA,
+        {"llama/config.json": {"vocab_size": 257}}, (*LLAMA, TEXT),
         "the token <|pad|> has the id 257, but the model knows 257 tokens (task.tokenizer, *)",
     ),
     ({"llama/generation_config.json": {"max_new_tokens": -1}}, LLAMA, "task.model=llama: *`max_new_tokens` must be *"),
@@ -262,6 +262,18 @@ def test_what_a_model_says_and_is_left_out_is_told() -> None:
     for built_model in (model, task.build_empty_model()[0]):
         task.export(built_model, model.state_dict(), Path("export"))
         assert "temperature" not in Path("export/generation_config.json").read_text()
+
+
+@pytest.mark.parametrize(("arguments", "name"), [((*LLAMA, TEXT), "llama"), (BERT, "bert")])
+def test_tokens_that_the_model_lacks_are_refused_if_a_row_has_them(arguments: tuple[str, ...], name: str) -> None:
+    """As some tokenizers of multimodal models have. Tried with the number of tokens in place of their ids."""
+    tokenizer = tiny.byte_tokenizer()
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(name)
+    built(*arguments, write({}))
+    data = write({"a.jsonl": [*ROWS, {"text": "an <image>", "label": "odd"}]})
+    says = "the token <image> has the id 258, but the model knows 258 tokens (task.tokenizer, task.architecture.voc*)"
+    assert fnmatchcase(refused(*arguments, data), says)
 
 
 def test_a_dataset_that_is_not_there_is_named_with_the_other_mistakes() -> None:

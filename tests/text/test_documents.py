@@ -54,7 +54,7 @@ def chunks(
     rows = {
         column: [encoders.get(role, as_text)(value) for value in columns[column]] for role, column in row_format.items()
     }
-    return Chunker(row_format, tokenizer, length, train_on_prompts).make_chunks(Dataset.from_dict(rows), "test")
+    return Chunker(row_format, tokenizer, length, train_on_prompts, 10**6).make_chunks(Dataset.from_dict(rows), "test")
 
 
 def learnt(table: Dataset) -> str:
@@ -342,7 +342,7 @@ def test_a_role_token_that_takes_in_the_space_after_it_is_not_learnt() -> None:
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     chat = ChatEncoder(tokenizer.chat_template)([CHAT[1], {"role": "assistant", "content": "    return 0 "}])
-    table = Chunker(CHATS, tokenizer, 64, False).make_chunks(Dataset.from_dict({"m": [chat]}), "test")
+    table = Chunker(CHATS, tokenizer, 64, False, 10**6).make_chunks(Dataset.from_dict({"m": [chat]}), "test")
     (labels,) = np.array(table["labels"])
     assert tokenizer.decode(labels[labels != -100]) == "return 0 <|end|>"
 
@@ -362,10 +362,10 @@ def test_long_text_is_cut_where_the_tokenizer_cuts(monkeypatch: pytest.MonkeyPat
     whole = tokenizer.encode(text, add_special_tokens=False)
     monkeypatch.setattr("src.tasks.text.tokenizing.SLICE", 300)
     monkeypatch.setattr("src.tasks.text.tokenizing.OVERLAP", 60)
-    table = Chunker(TEXT, fast, 10**5, False).make_chunks(Dataset.from_dict({"t": [text]}), "test")
+    table = Chunker(TEXT, fast, 10**5, False, 10**6).make_chunks(Dataset.from_dict({"t": [text]}), "test")
     assert table[0]["input_ids"] == whole.ids
     pair = {"q": [text[:500]], "a": [text[500:]]}
-    table = Chunker(PAIR, fast, 10**5, False).make_chunks(Dataset.from_dict(pair), "test")
+    table = Chunker(PAIR, fast, 10**5, False, 10**6).make_chunks(Dataset.from_dict(pair), "test")
     targets = sum(end > 500 for _, end in whole.offsets) + 1
     assert (table[0]["input_ids"], table[0]["targets"]) == (whole.ids, targets)
 

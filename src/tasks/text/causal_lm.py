@@ -138,7 +138,10 @@ class CausalLM(CausalLMSettings, Decoder):
         tokenizer = self._tokenizer
         if date := self.state.data.get("date"):
             tokenizer = with_date(tokenizer, date)
-        return Chunker(self._columns, tokenizer, self.sequence_length, self.train_on_prompts)
+        known = self._config.get_text_config().vocab_size
+        if self.new_tokens:  # the model is resized for them
+            known = max(known, len(tokenizer))
+        return Chunker(self._columns, tokenizer, self.sequence_length, self.train_on_prompts, known)
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         column = self._columns.get("text")

@@ -68,7 +68,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     @property
     def _labelling(self) -> Labelling:
-        return Labelling(self.label_column, self._written, self._tokenizer, self.sequence_length)
+        known = self._own_config.get_text_config().vocab_size
+        return Labelling(self.label_column, self._written, self._tokenizer, self.sequence_length, known)
 
     def _labelled(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table of the rows as model inputs, with row numbers as `row`; on a second call, from the cache."""
@@ -185,7 +186,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
     @cached_property
     def _own_config(self) -> PreTrainedConfig:
         config = self.load_model_config()
-        check_fit(self.sequence_length, config, self._tokenizer)
+        self.state.remarks += check_fit(self.sequence_length, config, self._tokenizer)
         if type(config) not in self.auto_class._model_mapping:
             raise UserError(f"task.model={self.model}: transformers has no text classifier of type {config.model_type}")
         if config.problem_type in ("regression", "multi_label_classification"):

@@ -53,9 +53,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def require_known(ids: Iterable[int], tokenizer: PreTrainedTokenizerFast, num_known: int) -> None:
-    """Raise a UserError if the model, whose embedding has `num_known` rows, has none for one of these tokens."""
-    if (largest := max(ids, default=0)) >= num_known:
+def require_known(ids: np.ndarray, tokenizer: PreTrainedTokenizerFast, num_known: int) -> None:
+    """Raise a UserError if a model that knows so many tokens does not know one of these, shape (tokens,), or the one
+    for padding."""
+    largest = int(max(ids.max(initial=0), tokenizer.pad_token_id or 0))
+    if largest >= num_known:
         token = tokenizer.convert_ids_to_tokens(largest)
         says = f"the token {token} has the id {largest}, but the model knows {num_known} tokens"
         raise UserError(f"{says} (task.tokenizer, task.architecture.vocab_size)")
@@ -105,6 +107,8 @@ class Chunker:
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
     train_on_prompts: bool
+    num_known: int
+    """Number of tokens that the model knows."""
     filler: ClassVar[Chunk] = {"input_ids": [], "labels": [], "length": 0}  # room: streaming
     """Placeholder for a row without a chunk."""
 
@@ -134,6 +138,7 @@ class Chunker:
             after = suffix if is_split or not text.rstrip().endswith(end) else []
             within = np.ones(len(ids), bool) if spans is None else _within(spans, ids, self.tokenizer, *offsets)
             ids = np.concatenate([before, ids, after], dtype=np.int32, casting="unsafe")
+            require_known(ids, self.tokenizer, self.num_known)
             within = np.pad(within, (len(before), len(after)), constant_values=(spans is None, True))
             chunks += self._cut(ids, within, {"had_ends": before + after != prefix + suffix, "row": number})
         return pa.Table.from_pylist(chunks, CHUNK_FEATURES.arrow_schema.append(pa.field("row", pa.int64())))
@@ -297,11 +302,14 @@ class Labelling:
     """All labels that the model knows, as the data write them."""
     tokenizer: PreTrainedTokenizerFast
     sequence_length: int
+    num_known: int
+    """Number of tokens that the model knows."""
 
     def __call__(self, rows: Rows) -> Rows:
         """Return the model's inputs, with `label`, an id, `length` in tokens, and whether the text was `truncated`."""
         texts = [values for name, values in rows.items() if name != self.label]
         encoded = self.tokenizer(*texts, truncation=True, max_length=self.sequence_length)
+        require_known(np.concatenate(encoded["input_ids"]), self.tokenizer, self.num_known)
         self.tokenizer.backend_tokenizer.no_truncation()  # remembered, it would change the fingerprint
         return {
             **encoded,
