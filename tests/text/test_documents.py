@@ -626,7 +626,7 @@ def test_a_date_in_a_chat_template_is_that_of_the_runs_start(launch: Launch, tmp
         ).succeeded()
         for steps in (1, 2)
     ]  # fmt: skip
-    said = [re.findall("chats dated ([-0-9]+ [:0-9]+)", "".join(run.stdout.split("\n    "))) for run in runs]
+    said = [re.findall("chats are dated ([-0-9]+ [:0-9]+)", "".join(run.stdout.split("\n    "))) for run in runs]
     assert len(said[0]) == 1
     assert said[0] == said[1]
     plain, written = (

@@ -150,7 +150,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 NOT_ITS = "task.model={}: not a checkpoint of LlamaForCausalLM: weights "
 IGNORED = NOT_ITS + "would be ignored, as its config.json is that of another model: "
-QUANTIZED = NOT_ITS + "are quantized, as its config.json does not say: "
+QUANTIZED = NOT_ITS + "are quantized in a way that it does not name: "
 MISSING = NOT_ITS + "are missing or have another shape: "
 FIRST = "model.layers.0.mlp.down_proj.weight"
 REFUSED = {
@@ -162,8 +162,8 @@ REFUSED = {
     "more layers": MISSING + "model.layers.2.input_layernorm.weight, *",
     "more biases": IGNORED + "model.layers.1.self_attn.q_proj.bias",
     "another head": IGNORED + "v_head.weight",
-    "4 bits": "task.model={}: its weights are in 4 bits: train adapters (task.lora.r) with --mixed_precision bf16, or "
-    "an unquantized model",
+    "4 bits": "task.model={}: its weights are in 4 bits: train adapters (task.lora.r, base_dtype=nf4) with "
+    "--mixed_precision bf16, or an unquantized model",
 }
 """Patterns of what they are refused with, a line for each mistake."""
 ADAPTERS = ("llama", "tied", "experts", "fp8", "tied but for its head")
@@ -232,6 +232,17 @@ def test_what_was_quantized_is_exported_as_what_was_trained(folder: Path, tmp_pa
     assert "quantization_config" not in (tmp_path / "4 bits" / "merged" / "config.json").read_text()
     # new adapters change nothing, and what 4 bits stand for is rounded to bf16
     assert plain_loss(tmp_path / "4 bits" / "merged") == pytest.approx(plain_loss(folder / "4 bits"), rel=2**-8)
+
+
+def test_weights_are_in_4_bits_as_the_files_have_them_or_as_is_asked(folder: Path) -> None:
+    """Tried with the files' own in place of what the settings say, and the other way round: neither was refused."""
+    for name, base_dtype, says in (
+        ("4 bits", "bf16", "its weights are in 4 bits: train adapters"),
+        ("fp8", "nf4", "cannot be loaded: The model is quantized with FineGrainedFP8Config"),
+    ):
+        task = decoder(folder / name, lora={"r": 2, "base_dtype": base_dtype})
+        with pytest.raises(UserError, match=f"^task.model={folder / name}: {says}"):
+            task.begin(TaskState(dtype=torch.bfloat16)).build_model()
 
 
 def test_a_head_that_the_files_have_is_not_tied_in_the_export(folder: Path, tmp_path: Path) -> None:

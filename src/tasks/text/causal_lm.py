@@ -126,7 +126,7 @@ class CausalLM(CausalLMSettings, Decoder):
         template = self._tokenizer.chat_template or ""  # or several, by name
         if "strftime_now" in template:
             date = self.state.data.setdefault("date", self.state.date)
-            self.state.notes.append(f"chats dated {date}")
+            self.state.remarks.append(f"chats are dated {date}, when this run began")
         self._columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
         encoders: dict[str, Encoder] = dict.fromkeys(self._columns.values(), ChatEncoder(str(template)))
         encoders |= {"tools": as_tools, ROW: self._chunker.encode_row}

@@ -133,8 +133,7 @@ DEQUANTIZED = ("fp8", "mxfp4")
 
 def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
     """Return what the config says about the quantization of the weights in the files; empty if they are not."""
-    own, text = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
-    return own or text or {}
+    return getattr(config, "quantization_config", None) or {}
 
 
 def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTrainedConfig:
@@ -170,7 +169,8 @@ def four_bit_options(config: PreTrainedConfig, compute_dtype: torch.dtype) -> di
     files: on a CPU, 8 billion weights take minutes."""
     require_four_bits(is_sharded=False)
     options: dict[str, Any] = {"device_map": {"": PartialState().device}}
-    if stored := quantization_of(config):
+    stored = quantization_of(config)
+    if stored.get("load_in_4bit"):
         stored["bnb_4bit_compute_dtype"] = compute_dtype
         return options
     return options | {"quantization_config": four_bits(compute_dtype)}
@@ -441,8 +441,9 @@ class FineTuning(TextTask):
         weights can't be trained as they are stored."""
         with loading("model", self.model):
             config = load_config(str(self.model), self.revision, self.state.remarks)
-        if quantization_of(config).get("load_in_4bit") and not (self.lora.r and self.has_bf16):
-            hint = "train adapters (task.lora.r) with --mixed_precision bf16, or an unquantized model"
+        can_train = self.lora.r and self.lora.base_dtype in (None, "nf4") and self.has_bf16
+        if quantization_of(config).get("load_in_4bit") and not can_train:
+            hint = "train adapters (task.lora.r, base_dtype=nf4) with --mixed_precision bf16, or an unquantized model"
             raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
         return self.with_dropout(config)
 
@@ -564,7 +565,7 @@ class FineTuning(TextTask):
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
         mistakes = {
             "are missing or have another shape": absent,
-            "are quantized, as its config.json does not say": fit.quantized,
+            "are quantized in a way that it does not name": fit.quantized,
             "would be ignored, as its config.json is that of another model": {
                 name for name in fit.unexpected if not self._is_replaced(model, name)
             },
