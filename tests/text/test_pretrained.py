@@ -150,7 +150,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 NOT_ITS = "task.model={}: not a checkpoint of LlamaForCausalLM: weights "
 IGNORED = NOT_ITS + "would be ignored, as its config.json is that of another model: "
-QUANTIZED = NOT_ITS + "are quantized in a way that it does not name: "
+QUANTIZED = NOT_ITS + "are quantized, but its config.json does not say how: "
 MISSING = NOT_ITS + "are missing or have another shape: "
 FIRST = "model.layers.0.mlp.down_proj.weight"
 REFUSED = {

@@ -565,7 +565,7 @@ class FineTuning(TextTask):
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
         mistakes = {
             "are missing or have another shape": absent,
-            "are quantized in a way that it does not name": fit.quantized,
+            "are quantized, but its config.json does not say how": fit.quantized,
             "would be ignored, as its config.json is that of another model": {
                 name for name in fit.unexpected if not self._is_replaced(model, name)
             },
