@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from src.check.findings import EXACT, Row, finding, none_differ, relative_error, worst
 from src.check.start import AT_ONCE, evaluating_less, spread
@@ -47,10 +48,12 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
         yield finding(name, f"{found:.6g}", f"{expected:.6g} by hand", is_close)
-    some = samples(run.train_set, spread(run.train_set, 32))
-    packed = max(some, key=lambda example: len(task.documents(example)))
-    documents = task.documents(packed)
-    together, alone = ([packed], documents) if len(documents) > 1 else (some, some)
+    indices = spread(run.train_set, 32)
+    together: Any = Subset(run.train_set, indices)  # type: ignore[arg-type]
+    alone = together
+    packed = max(samples(run.train_set, indices), key=lambda example: len(task.documents(example)))
+    if len(documents := task.documents(packed)) > 1:
+        together, alone = [packed], documents
     found, _ = evaluate_alone(subject.task, model, together, AT_ONCE, run.device)
     expected, _ = evaluate_alone(subject.task, model, alone, 1, run.device)
     errors = {f"{len(alone)} examples or packed documents": relative_error(found, expected)}
