@@ -179,7 +179,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def finish(self, model: Any) -> Any:
         # T5 and BART tie the embeddings of encoder and decoder to a third: as one module they are in one FSDP unit, as
-        # a weight must be (accelerate pull request 4171 sees to tied inputs and outputs)
+        # a weight must be (accelerate issue 4171 is about tied inputs and outputs)
         model.set_input_embeddings(model.get_input_embeddings())
         return super().finish(model)
 
