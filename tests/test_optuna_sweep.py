@@ -55,7 +55,7 @@ def trials(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_a_killed_search_resumes_its_trial_and_names_the_best(tmp_path: Path) -> None:
-    """Tried without `end_with_parent`: the trial trains on alone; and without the heartbeats: it is never resumed."""
+    """Tried without `end_with_parent`: the trial trains on alone; without the callback of heartbeats: others are drawn."""
     words = ("--task.source=digits", "--max_steps=30", "--save_every=4", "--eval_every=8", *QUIET)
     command = [sys.executable, "-m", "examples.optuna_sweep", str(tmp_path / "search"), "2", *words]
     first = tmp_path / "search/trial-00"
@@ -89,7 +89,7 @@ def test_a_trial_that_fails_is_tried_once_more_and_does_not_end_the_search(folde
 
 
 def test_a_trial_that_is_pruned_or_stopped_saves_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried without `terminate`: it isn't told; and with KeyboardInterrupt: the trial that was stopped is a failure."""
+    """Tried without `should_prune`: it is finished; and without `terminate`: it isn't told."""
     train_by(folder, seconds=5)
     monkeypatch.setattr(optuna.pruners.MedianPruner, "prune", lambda _, study, trial: trial.last_step == 10)
     with pytest.raises(SystemExit, match="no trial has finished"):
