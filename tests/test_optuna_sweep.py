@@ -55,7 +55,7 @@ def trials(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_a_killed_search_resumes_its_trial_and_names_the_best(tmp_path: Path) -> None:
-    """Tried without `end_with_parent`: the trial trains on alone; without the callback of heartbeats: others are drawn."""
+    """Tried without `end_with_parent`: the trial trains on alone; without the heartbeats: others are drawn."""
     words = ("--task.source=digits", "--max_steps=30", "--save_every=4", "--eval_every=8", *QUIET)
     command = [sys.executable, "-m", "examples.optuna_sweep", str(tmp_path / "search"), "2", *words]
     first = tmp_path / "search/trial-00"
