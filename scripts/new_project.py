@@ -309,7 +309,7 @@ def write_own_files(project: Path, plan: Plan, training: Training) -> None:
     for line, shared in SHARED_STUBS.items():
         tests = tests.replace(line, (STUBS / shared).read_text(encoding="utf-8"))
     (project / f"tests/test_{task}.py").write_text(tests.replace("stub_task", task), encoding="utf-8")
-    if (project / "src/tools/sweep.py").exists() and task != "mnist":
+    if (project / "src/tracking/wandb.py").exists() and task != "mnist":
         (project / "sweeps").mkdir(exist_ok=True)
         text = (STUBS / "sweep.yaml").read_text(encoding="utf-8")
         (project / f"sweeps/{task}.yaml").write_text(filled(text, values), encoding="utf-8")

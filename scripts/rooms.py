@@ -25,7 +25,6 @@ FILES = {
     "report": "src/tracking/report.* src/tracking/figures.py tests/test_report.py docs/report.png",
     "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
-    "sweep": "src/tools/sweep.py sweeps tests/test_sweep.py",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/ask.py examples/text.mk"
     " examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
@@ -33,11 +32,11 @@ FILES = {
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
     " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",
     "trackers": "src/tracking/accelerate_trackers.py",
-    "wandb": "src/tracking/wandb.py src/config/wandb.py",
+    "wandb": "src/tracking/wandb.py src/config/wandb.py sweeps",
     "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/test_benchmark.py",
     "course": "docs/learn tests/test_learn.py",
     "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml"
-    " tests/test_examples.py tests/text/test_examples.py",
+    " tests/test_examples.py tests/test_optuna_sweep.py tests/text/test_examples.py",
     "template": "scripts/new* scripts/stubs scripts/take_pictures.py tests/check tests/faults tests/gpu tests/gpu.mk"
     " tests/machines tests/text tests/test_*.py tests/mirror_kills.py tests/planning.py tests/s3.py tests/tasks.py"
     " .github/ISSUE_TEMPLATE .ci CITATION.cff CONTRIBUTING.md docs/accelerate.md docs/promises.md docs/report.png"
@@ -51,7 +50,6 @@ ABOUT = {
     "plan": "python -m src.tools.plan: will it fit, how long will it take, what will it cost?",
     "report": "report.html, a page about each run",
     "streaming": "text that is read while training, for more than fits on a disk",
-    "sweep": "python -m src.tools.sweep: search for better settings",
     "text": "language models and text classifiers, with transformers",
     "tools": "evaluate, generate and checkpoints, in src/tools",
     "trackers": "trackio and TensorBoard",

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -11,6 +12,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trackio.sqlite_storage import SQLiteStorage
 
@@ -18,8 +20,16 @@ from src.tracking import guard
 from src.tracking.guard import Guarded
 from src.tracking.part import Part
 from tests.faults.runs import ALL, assert_same_run, checkpoints, curve, lines, without_times
-from tests.launching import BIN, Launch, Run, Whole, mistakes, run_command, slow
+from tests.launching import BIN, PROJECT, Launch, Run, Whole, mistakes, run_command, slow
 from train import run_settings
+
+PARAMETERS: list[dict[str, Any]] = [  # room: wandb
+    {"values": list},
+    {"min": int, "max": int},
+    {"min": float, "max": float},
+    {"min": float, "max": float, "distribution": "log_uniform_values"},
+]
+"""The forms of a parameter that sweeps/ uses. W&B reads 1e-4 as text: a number is written as 0.0001."""
 
 crash = RuntimeError("a bug\nof theirs")
 
@@ -209,3 +219,36 @@ def test_other_settings_may_be_called_wandb(monkeypatch: pytest.MonkeyPatch) -> 
         "wandb",
         "wandb:a",
     ]
+
+
+@pytest.mark.parametrize("file", sorted((PROJECT / "sweeps").glob("*.yaml")), ids=lambda file: file.name)
+def test_wandb_takes_a_sweep_and_its_agent_starts_runs(  # room: wandb
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the keys that W&B documents, with valid settings and a metric that the task has. W&B's own schema, in the
+    package sweeps, needs numpy < 2. Tried with a key misspelt, 1e-4, `${args}` left out, and an unknown setting."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(PROJECT / "configs")
+    (tmp_path / "data/tinyshakespeare").mkdir(parents=True)
+    (tmp_path / "data/tinyshakespeare/input.txt").write_text("which the header says how to get")
+    sweep = yaml.safe_load(file.read_text())
+    metric, halving, parameters = sweep["metric"], sweep.pop("early_terminate", None), sweep["parameters"]
+    assert sweep.keys() == {"program", "name", "method", "metric", "parameters", "command"}
+    assert sweep["method"] in ("grid", "random", "bayes")
+    assert (metric.keys(), metric["goal"] in ("minimize", "maximize")) == ({"name", "goal"}, True)
+    if halving:
+        assert halving == {"type": "hyperband", "min_iter": 1, "eta": halving["eta"]}
+        assert halving["eta"] > 1
+    for parameter in parameters.values():
+        form = {key: value if key == "distribution" else type(value) for key, value in parameter.items()}
+        assert form in PARAMETERS
+        assert parameter.get("min", 0) < parameter.get("max", 1)
+    drawn = {name: {"value": of["min"] if "min" in of else of["values"][0]} for name, of in parameters.items()}
+    agent = import_module("wandb.sdk.launch.sweeps.utils")  # two seconds, which only this test needs
+    words = agent.create_sweep_command_args({"args": drawn})
+    words |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [sweep["program"]]}  # as wandb_agent.py
+    found = agent.create_sweep_command(sweep["command"])
+    command = [text for word in found for text in words.get(word[2:-1], [word])]
+    settings = command[command.index("train.py") + 1 :]
+    assert {*words["args"]} <= {*settings}
+    run_settings([*settings, f"--checkpoint.metric={metric['name']}"])

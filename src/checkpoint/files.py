@@ -24,7 +24,7 @@ Json = dict[str, Any]
 """A JSON object."""
 
 
-def is_number(value: Any) -> TypeGuard[float]:  # room: report sweep
+def is_number(value: Any) -> TypeGuard[float]:  # room: report examples
     """Return whether this is a finite number that fits into a float."""
     return isinstance(value, int | float) and abs(value) < 1e308
 
@@ -43,7 +43,7 @@ def read_json(file: Path) -> Json:
     return json_object(file.read_bytes()) if file.exists() else {}
 
 
-def read_lines(file: Path) -> Iterator[Json]:  # room: report sweep
+def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
     """Yield each record of metrics.jsonl, if the file exists. Yield an empty one for a damaged line, but none for a
     last line that a kill cut short."""
     with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:

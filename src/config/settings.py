@@ -148,7 +148,7 @@ def validate(
             return settings, bad
         refused = {name: problem for problem in problems for name in _names_at(problem["loc"], good)}
         if not refused:  # a setting without a default is missing
-            lines = [f"{'.'.join(map(str, problem['loc']))}: {problem_text(problem)}" for problem in problems]
+            lines = [f"{'.'.join(map(str, problem['loc']))}: {_problem_text(problem)}" for problem in problems]
             raise UserError("\n".join([*mistakes, *lines]))
         mistakes.extend(
             f"{written.get(name, name)}: {_refusal(name, problem, [*known])}" for name, problem in refused.items()
@@ -180,10 +180,10 @@ def _refusal(name: str, problem: Any, known: list[str]) -> str:
             example = next(setting for setting in known if setting.startswith(f"{name}."))
             return f"{name} is a group; write, for example, --{example}=…"
         case _:
-            return problem_text(problem)
+            return _problem_text(problem)
 
 
-def problem_text(problem: Any) -> str:
+def _problem_text(problem: Any) -> str:
     """Return a message for pydantic's error about a value."""
     match problem["type"]:
         case "string_type":

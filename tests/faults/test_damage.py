@@ -218,7 +218,7 @@ RECORDS = [{"step": 10, "train/loss": 1.0}, {"step": 20, "train/loss": None, "ev
 DAMAGED = [b'{"step": 5, "train/loss": 1', b"\0" * 90, b"\xff\xfe", b"5", b'{"train/loss": 9}', b"[" * 10**5, b""]
 
 
-def test_a_damaged_line_is_left_out_and_none_beside_it(tmp_path: Path) -> None:  # room: report sweep
+def test_a_damaged_line_is_left_out_and_none_beside_it(tmp_path: Path) -> None:  # room: report examples
     """With each kind of damage between two records, and cut short by a kill. Tried with json.loads: a traceback."""
     first, last = (json.dumps(record).encode() for record in RECORDS)
     file = tmp_path / "metrics.jsonl"

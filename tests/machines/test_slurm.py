@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.launching import BIN, PROJECT, QUIET, WANDB, Run, Whole, needs, wait
+from tests.launching import BIN, PROJECT, WANDB, Run, Whole, wait
 from tests.machines.hosts import FREEZER, Network, why_not
 
 REASON = why_not("slurmctld", "slurmd", "sbatch", "munged")
@@ -235,20 +234,3 @@ def test_it_is_told_to_save_before_its_time_ends_and_cancelled_it_stays_away(clu
     assert job.ended() == "CANCELLED"
     assert job["Restarts"] == "1"
     assert job.log.count("by SIGTERM; to continue") == 2
-
-
-@pytest.mark.slow
-@needs("src/tools/sweep.py")
-def test_an_array_trains_the_trials_of_a_sweep(cluster: Cluster, tmp_path: Path) -> None:
-    """Each in a folder of its own, and one that is told to save goes on alone."""
-    folder, file = tmp_path / "sweep", tmp_path / "sweep.yaml"
-    sweep = yaml.safe_load((PROJECT / "sweeps/mnist.yaml").read_text()) | {"name": str(folder)}
-    file.write_text(yaml.safe_dump(sweep))
-    settings = ("--task.source=digits", "--epochs=6", "--log_every=1", *QUIET)
-    number = cluster.submit("--array=0-1", "launchers/slurm.sbatch", *settings, SWEEP=str(file))
-    record = folder / "trial-01/metrics.jsonl"
-    cluster.wait_until(lambda: record.exists() and record.stat().st_size)
-    cluster("scancel", "--signal=TERM", f"{number}_1")
-    tasks = [Job(cluster, f"{number}_{task}", folder) for task in range(2)]
-    assert [task.ended() for task in tasks] == ["COMPLETED"] * 2
-    assert [task["Restarts"] for task in tasks] == ["0", "1"]
