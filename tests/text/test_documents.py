@@ -22,7 +22,7 @@ from src.checkpoint.compatibility import require_same_data
 from src.config.config import changed_settings, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, with_date
 from src.tasks.text.model import save
 from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
@@ -267,6 +267,19 @@ ANSWERED: dict[str, Any] = {"role": "assistant", "content": "0"}
             [ASKED, ANSWERED | {"content": "<think>I add.</think>0"}],
             "I add.",
         ),
+        # Earlier thoughts that no last turn has either, and what is beside a thought.
+        (PLAIN, [ASKED, ANSWERED | {"thinking": "I add."}, ASKED, ANSWERED], "I add."),
+        (
+            ROLES + "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endfor %}",
+            [ASKED, ANSWERED | {"content": "Sure. <think>I add.</think>0"}, ASKED, ANSWERED],
+            "Sure. ",
+        ),
+        (
+            ROLES + "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endfor %}",
+            [ASKED, ANSWERED | {"content": "I add.</think>0"}, ASKED, ANSWERED],
+            None,
+        ),
+        (PLAIN.replace("content", "content.replace('\\n\\n', '\\n')"), [ASKED, ANSWERED | {"content": "0\n\n1"}], None),
         # What may be left out or written otherwise: earlier thoughts, white space, as JSON, and SmolLM3's flag.
         (LIKE_QWEN3, [ASKED, ANSWERED | {"thinking": "I add."}, ASKED, ANSWERED | {"thinking": "Again."}], None),
         (PLAIN.replace("content", "content | trim"), [ASKED, ANSWERED | {"content": " 0\n"}], None),
@@ -381,14 +394,16 @@ def test_a_template_that_ends_no_turn_with_a_special_token_is_refused(models: Pa
         }
     )
     for template in ("chatml", "none.jinja", "line.jinja"):
-        says = (
-            f"task.chat_template={template} ends a turn without a special token *: list its marks in task.new_tokens,*"
-        )
+        says = f"task.chat_template={template} ends a turn without a * token *: list its marks in task.new_tokens,*"
         with pytest.raises(UserError) as error:
             _ = tiny.task(model=str(models / "llama"), chat_template=template)._tokenizer
         assert fnmatchcase(str(error.value), says)
     marks = ["<|im_start|>", "<|im_end|>"]
     assert tiny.task(chat_template="chatml", new_tokens=marks)._tokenizer.eos_token == "<|im_end|>"
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(marks)  # not special, but tokens
+    tokenizer.save_pretrained("known")
+    assert tiny.task(chat_template="chatml", tokenizer="known")._tokenizer.eos_token == "<|im_end|>"
     write({"strict.jinja": "{{ raise_exception('wants a system message') }}"})
     for template in ("eos.jinja", "strict.jinja"):
         assert tiny.task(chat_template=template)._tokenizer.eos_token == END
@@ -638,6 +653,12 @@ def test_a_date_in_a_chat_template_is_that_of_the_runs_start(launch: Launch, tmp
     assert written.state.data == {"date": "2026-02-03 04:05:06"}
     assert "03 Feb 2026, 04:05:06.000000" in written.preview(parts[1], 0)
     assert written._tokenizer.chat_template == dated
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": dated, "tool_use": dated}
+    assert "2026" not in str(with_date(tokenizer, "1999-02-03 04:05:06").apply_chat_template([ASKED], tokenize=False))
+    tokenizer.chat_template = "{% set form = '%Y' %}{{ strftime_now(form) }}"
+    with pytest.raises(UserError, match=r"^the chat template writes the date .*: write its format there, as in strft"):
+        with_date(tokenizer, "1999-02-03 04:05:06")
     later = tiny.task(dataset="chats.jsonl", sequence_length=128, chat_template="dated.jinja")
     later.state.date = "2026-02-03 04:05:07"  # other rows, though these are cached
     assert "04:05:07.000000" in later.preview(later.build_datasets()[0], 0)

@@ -124,7 +124,11 @@ class CausalLM(CausalLMSettings, Decoder):
     def _chat_encoders(self) -> Encoders:
         """Return the encoders of chats, whole or as prompts and completions, whose rows are kept as text."""
         template = self._tokenizer.chat_template or ""  # or several, by name
-        if "strftime_now" in template:
+        if not ends_of_turn(self._tokenizer):
+            self.state.remarks.append(
+                "the model's chat template ends turns without a token of their own: it may not stop"
+            )
+        if "strftime_now" in str(template):
             date = self.state.data.setdefault("date", self.state.date)
             self.state.remarks.append(f"chats are dated {date}, when this run began")
         self._columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column

@@ -74,7 +74,7 @@ CHATML = r"""
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 """A template for models without one, in the format of Qwen3, without its empty thoughts."""
-OTHER = "set --task.chat_template=chatml, which writes tools, calls and thoughts, or another template"
+OTHER = "set --task.chat_template=chatml, which writes tools, calls and thoughts, or another, or change the row"
 """What to do about a template that cannot be used."""
 LONGEST_TAG = 20
 """Maximum length of a thought's opening tag, with the space around it, before a turn, in characters."""
@@ -84,6 +84,11 @@ EMPTY_THOUGHT = re.compile(
 """<think></think> of Qwen3, SmolLM3 and GLM-4.5, or [THINK][/THINK] of Magistral, with nothing in between."""
 TAG = re.compile(r"[<\[]/?[\w:]*think\w*[>\]]", re.IGNORECASE)
 """What begins or ends a thought within a content."""
+THOUGHT = re.compile(
+    r"(?:[<\[][\w:]*think\w*[>\]]|^(?:(?![<\[][\w:]*think).)*?(?=[<\[]/[\w:]*think)).*?[<\[]/[\w:]*think\w*[>\]]",
+    re.IGNORECASE | re.DOTALL,
+)
+"""A thought within a content, with its tags; the first may lack the opening one, which a generation prompt wrote."""
 FLAG = re.compile(r"\s*/(no_think|think|system_override)")
 """A flag within a content, which SmolLM3's template obeys and leaves out."""
 LEAF = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[^\s,\]}]*')
@@ -126,7 +131,9 @@ def as_tools(value: Any) -> str | None:
     else."""
     with explained("is not a list of tools: ", Exception, ValueError):
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
-        return as_json([{**tool} for tool in tools]) if tools else None
+        for tool in tools or ():
+            _ = {**tool, **tool.get("function", {})}  # both are mappings
+        return as_json([*tools]) if tools else None
 
 
 def _normalize_message(message: Any, where: str) -> Message:
@@ -183,6 +190,9 @@ def render_chat(
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     _require_written(chat, tools, text)
+    for i, message in enumerate(chat):
+        if message.get("reasoning_content") or TAG.search(message["content"]):
+            _require_written(chat[: i + 1], tools, render(chat[: i + 1]))  # as long as the user has not spoken again
     if train_on_prompts:
         return text, None
     template = tokenizer.get_chat_template(tools=tools)
@@ -205,37 +215,50 @@ def _require_written(chat: Chat, tools: Tools | None, text: str) -> None:
     is_over = False
     for message in reversed(chat):
         is_over |= message["role"] == "user"
-        said = [message.get("reasoning_content", ""), *TAG.split(message["content"])]
-        parts += said[-1:] if is_over else said
+        content = message["content"]
+        parts += THOUGHT.split(content) if is_over else [message.get("reasoning_content", ""), *TAG.split(content)]
         calls = [[*call["function"].values()] for call in message.get("tool_calls", ())]
         parts += map(json.loads, LEAF.findall(json.dumps(calls)))
+    text = _without_spaces(text)
     # the longest first, and each in a place of its own: an answer may be part of its question
-    for part in sorted((str(part).strip() for part in parts), key=len, reverse=True):
+    for part in sorted(map(str, parts), key=len, reverse=True):
         forms = part, json.dumps(part, ensure_ascii=False)[1:-1], FLAG.sub("", part)
-        written = [form for form in forms if form in text]
+        written = [form for form in map(_without_spaces, forms) if form in text]
         if not written:
             says = f"the tokenizer's chat template leaves out {part[:40]!r} of {_quote(chat)}"
             raise UserError(f"{says}: {OTHER}")
         text = text.replace(written[0], "\0", 1)
 
 
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
 def with_date(tokenizer: PreTrainedTokenizerFast, date: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer with a chat template that writes this date, in ISO format, in place of today's."""
     dated, now = copy.copy(tokenizer), datetime.fromisoformat(date)
-    dated.chat_template = DATE.sub(lambda call: repr(now.strftime(call[2])), dated.chat_template)
+
+    def fixed(template: str) -> str:
+        return DATE.sub(lambda call: repr(now.strftime(call[2])), template)
+
+    own: Any = tokenizer.chat_template
+    dated.chat_template = {name: fixed(own[name]) for name in own} if isinstance(own, dict) else fixed(own)
+    if "strftime_now" in str(dated.chat_template):
+        hint = "write its format there, as in strftime_now('%Y-%m-%d')"
+        raise UserError(f"the chat template writes the date of a day that a resumed run could not know: {hint}")
     return dated
 
 
 def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Return the special tokens that the chat template writes after an answer; the eos token if there is no template,
-    or it rejects a simple chat."""
+    """Return the added tokens that the chat template writes after an answer, such as special ones; the eos token if
+    there is no template, or it rejects a simple chat."""
     after = str(tokenizer.eos_token)
     with suppress(UserError):  # the template may want more of a chat than this one has
         text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
         after = text.partition(ANSWER["content"])[2] if ANSWER["content"] in text else after
     after = tokenizer.encode(after, add_special_tokens=False)
     added = tokenizer.added_tokens_decoder
-    return [added[token].content for token in after if token in added and added[token].special]
+    return [added[token].content for token in after if token in added and added[token].content.strip()]
 
 
 def _without_empty_thought(message: Message, start: int, end: int, text: str) -> Span:

@@ -56,16 +56,27 @@ def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> 
     slices = _slices(files)
     shapes = {name: torch.empty(part.get_shape(), device="meta") for name, part in slices.items()}
     found = _convert(model, shapes, torch.device("meta"))
-    unused = {*found.unexpected_keys}
+    unused = found.unexpected_keys | {name for name, *_ in found.mismatched_keys}
     model.mark_tied_weights_as_initialized(found)
     model._adjust_missing_and_unexpected_keys(found)
     absent = {*found.missing_keys, *(name for name, *_ in found.mismatched_keys)}
-    quantized = {name for name, part in slices.items() if name.endswith("weight") and part.dtype not in FLOATS}
+    quantized = {
+        name
+        for name, part in slices.items()
+        if part.dtype.startswith("F8") or (name.endswith("weight") and part.dtype not in FLOATS)
+    }
     has_both = False
     for target, source in model.all_tied_weights_keys.items():
         has_both |= not absent & {target, source}
         absent -= {target} if source not in absent else set()
     return model, Fit(absent, unused, found.unexpected_keys, quantized, has_both)
+
+
+def without_scales(files: list[str]) -> set[str]:
+    """Return the names of weights in fp8 that these files have no scale for."""
+    slices = _slices(files)
+    scaled = {name.rpartition(".")[0] for name in slices if "scale" in name}
+    return {name for name in slices if slices[name].dtype.startswith("F8") and name.rpartition(".")[0] not in scaled}
 
 
 def draw_weights(model: PreTrainedModel, names: set[str]) -> None:

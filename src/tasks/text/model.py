@@ -58,6 +58,7 @@ from src.tasks.text.meta_loading import (
     saved_weights,
     start_heads,
     weight_files,
+    without_scales,
 )
 from src.tasks.text.reading import TextTask
 from src.tasks.text.settings import DecoderSettings, Lora
@@ -252,6 +253,7 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
         model, found = auto.from_pretrained(source, output_loading_info=True, **options)
         if found["missing_keys"]:
             raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
+        untie_if_files_do(model)
         if has_adapters:
             grow(model, len(AutoTokenizer.from_pretrained(folder)))
             with suppress(OSError):  # adapters from elsewhere have none
@@ -260,6 +262,13 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
                 warnings.simplefilter("ignore", FutureWarning)  # as in add_adapters
                 model = peft.PeftModel.from_pretrained(model, folder)
     return model
+
+
+def untie_if_files_do(model: Any) -> None:
+    """Make the config say so if the output layer is none with the embedding, because the files have both."""
+    head = model.get_output_embeddings()
+    if head and head.weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False
 
 
 def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> int:
@@ -442,7 +451,8 @@ class FineTuning(TextTask):
         weights can't be trained as they are stored."""
         with loading("model", self.model):
             config = load_config(str(self.model), self.revision, self.state.remarks)
-        can_train = self.lora.r and self.lora.base_dtype in (None, "nf4") and self.has_bf16
+        is_ready = self.has_bf16 or self.state.is_trained
+        can_train = self.lora.r and self.lora.base_dtype in (None, "nf4") and is_ready
         if quantization_of(config).get("load_in_4bit") and not can_train:
             hint = "train adapters (task.lora.r, base_dtype=nf4) with --mixed_precision bf16, or an unquantized model"
             raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
@@ -538,12 +548,11 @@ class FineTuning(TextTask):
                 _, fit = empty_pretrained(self.model_from_config, files)
             else:
                 absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-                fit = Fit(absent, found["unexpected_keys"], found["unexpected_keys"])
+                unscaled = without_scales(weight_files(str(self.model), self.revision))
+                fit = Fit(absent, found["unexpected_keys"], found["unexpected_keys"], unscaled)
         keep_layout(model)
         self._accept(model, fit)
-        head: Any = model.get_output_embeddings()
-        if head and head.weight is not model.get_input_embeddings().weight:
-            model.config.tie_word_embeddings = False  # whatever the config says: the files decide
+        untie_if_files_do(model)
         return model
 
     def _require_memory(self) -> None:
@@ -564,11 +573,12 @@ class FineTuning(TextTask):
         if self.has_new_head:
             base = f"{model.base_model_prefix}."
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
+        buffers = {name for name, _ in model.named_buffers()}  # transformers computes them
         mistakes = {
             "are missing or have another shape": absent,
-            "are quantized, but its config.json does not say how": fit.quantized,
-            "would be ignored, as its config.json is that of another model": {
-                name for name in fit.unexpected if not self._is_replaced(model, name)
+            "are quantized, but nothing says how": fit.quantized,
+            "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json": {
+                name for name in fit.unexpected - buffers if not self._is_replaced(model, name)
             },
         }
         where = f"task.model={self.model}: not a checkpoint of {type(model).__name__}: weights"
@@ -582,6 +592,8 @@ class FineTuning(TextTask):
         """Return whether a weight in the files belongs to a part that the trained model is meant not to have: the head
         that a classifier replaces, or what a multimodal checkpoint has for other inputs than text."""
         part, *_ = name.removeprefix(f"{model.base_model_prefix}.").split(".")
+        if name.endswith(".masked_bias"):  # a number that GPT-2 masked with
+            return True
         has_own_head = not self.has_new_head
         if has_own_head and self._config.get_text_config() is self._config:
             return False
