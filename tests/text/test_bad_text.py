@@ -223,7 +223,7 @@ DAMAGED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"bert/tokenizer.json": None, "bert/tokenizer_config.json": None}, BERT, "task.model=bert: has no tokenizer*"),
     (
         {"llama/tokenizer.json": None, "llama/tokenizer_config.json": None}, LLAMA,
-        "task.model=llama: has no tokenizer that can be read: set task.tokenizer",
+        "task.model=llama: has no tokenizer that can be read: a language model may have another one's (task.tokenizer)",
     ),
     ({"llama/config.json": {"max_position_embeddings": 8}}, LLAMA, TOO_LONG),
     # 16 positions, of which the first two stand for padding and for nothing

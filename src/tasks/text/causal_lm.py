@@ -23,7 +23,6 @@ from src.tasks.text.model import (
     Decoder,
     add_rows,
     add_tokens,
-    check_fit,
     keep_layout,
     load_exported,
 )
@@ -116,7 +115,6 @@ class CausalLM(CausalLMSettings, Decoder):
         is_chat = "messages" in self._columns or any(isinstance(value, list) for value in prompts)
         columns = self._chat_encoders() if is_chat else dict.fromkeys(self._columns.values(), as_text)
         train, evaluation = self.usable_parts(opened, columns)
-        self.check_config()
         if self.is_streamed:  # room: streaming
             return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
@@ -249,5 +247,4 @@ class CausalLM(CausalLMSettings, Decoder):
     def load_export(self, folder: Path) -> LanguageModel:
         lm = load_exported(folder, self.base_dtype)
         keep_layout(lm)
-        check_fit(self.sequence_length, lm.config, self._tokenizer)
         return LanguageModel(lm)

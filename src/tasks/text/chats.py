@@ -237,15 +237,13 @@ def _without_spaces(text: str) -> str:
 def with_date(tokenizer: PreTrainedTokenizerFast, date: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer with a chat template that writes this date, in ISO format, in place of today's."""
     dated, now = copy.copy(tokenizer), datetime.fromisoformat(date)
-
-    def fixed(template: str) -> str:
-        return DATE.sub(lambda call: repr(now.strftime(call[2])), template)
-
-    own: Any = tokenizer.chat_template
-    dated.chat_template = {name: fixed(own[name]) for name in own} if isinstance(own, dict) else fixed(own)
+    if isinstance(dated.chat_template, str):
+        dated.chat_template = DATE.sub(lambda call: repr(now.strftime(call[2])), dated.chat_template)
     if "strftime_now" in str(dated.chat_template):
-        hint = "write its format there, as in strftime_now('%Y-%m-%d')"
-        raise UserError(f"the chat template writes the date of a day that a resumed run could not know: {hint}")
+        hint = (
+            "set task.chat_template to a file with one template, and write formats in place: strftime_now('%Y-%m-%d')"
+        )
+        raise UserError(f"the chat template writes a date that a resumed run could not know: {hint}")
     return dated
 
 

@@ -7,7 +7,7 @@ process, all alike.
 
 import math
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,8 +28,6 @@ from src.tasks.base import Tensors, parameters_on
 
 ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
 """peft's names for a classifier's head as it was, and for its copy, which is trained without adapters."""
-FLOATS = ("F64", "F32", "F16", "BF16")
-"""What safetensors calls the dtypes of weights that are not quantized."""
 
 
 class Fit(NamedTuple):
@@ -41,8 +39,6 @@ class Fit(NamedTuple):
     """The files' weights that the model has no place for."""
     unexpected: set[str]
     """Those of the unused ones that transformers does not know to ignore by their names."""
-    quantized: Collection[str] = ()
-    """The files' weights that are not floats."""
     has_both: bool = False
     """Whether the files have two weights that the config ties: `from_pretrained` compares their values."""
 
@@ -60,23 +56,19 @@ def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> 
     model.mark_tied_weights_as_initialized(found)
     model._adjust_missing_and_unexpected_keys(found)
     absent = {*found.missing_keys, *(name for name, *_ in found.mismatched_keys)}
-    quantized = {
-        name
-        for name, part in slices.items()
-        if part.dtype.startswith("F8") or (name.endswith("weight") and part.dtype not in FLOATS)
-    }
     has_both = False
     for target, source in model.all_tied_weights_keys.items():
         has_both |= not absent & {target, source}
         absent -= {target} if source not in absent else set()
-    return model, Fit(absent, unused, found.unexpected_keys, quantized, has_both)
+    return model, Fit(absent, unused, found.unexpected_keys, has_both)
 
 
-def without_scales(files: list[str]) -> set[str]:
-    """Return the names of weights in fp8 that these files have no scale for."""
+def without_scales(files: list[str], reads_scales: bool) -> set[str]:
+    """Return the names of weights in 8 bits whose scale the files lack or, without `reads_scales`, nobody reads."""
     slices = _slices(files)
-    scaled = {name.rpartition(".")[0] for name in slices if "scale" in name}
-    return {name for name in slices if slices[name].dtype.startswith("F8") and name.rpartition(".")[0] not in scaled}
+    small = {name for name, part in slices.items() if part.dtype.startswith(("F8", "I8"))}
+    scaled = {name.rpartition(".")[0] for name in slices if reads_scales and "scale" in name}
+    return {name for name in small if name.rpartition(".")[0] not in scaled}
 
 
 def draw_weights(model: PreTrainedModel, names: set[str]) -> None:

@@ -310,14 +310,14 @@ def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
 def drop_settings_without_effect(generation: Any) -> list[str]:
     """Unset what has no effect in a GenerationConfig, such as a temperature without sampling: transformers would not
     save it. Return the names."""
+    names: list[str] = []
     try:
         generation.validate(strict=True)
     except ValueError as error:
         names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
-        for name in names:
-            setattr(generation, name, None)
-        return names
-    return []
+    for name in names:
+        setattr(generation, name, None)
+    return names
 
 
 def end_tokens(generation: GenerationConfig) -> list[int]:
@@ -425,16 +425,11 @@ class FineTuning(TextTask):
     def begin(self, state: TaskState) -> Self:
         # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        task = super().begin(state)
-        if self.lora.base_dtype not in (None, "fp32") and not task.has_bf16:
+        has_bf16 = state.dtype == torch.bfloat16 or state.is_check  # --check computes in fp32, whatever a run does
+        if self.lora.base_dtype not in (None, "fp32") and not has_bf16:
             says = "needs --mixed_precision bf16 before train.py"
             raise UserError(f"task.lora.base_dtype={self.lora.base_dtype}: {says}")
-        return task
-
-    @property
-    def has_bf16(self) -> bool:
-        """Return whether the run computes in bf16; --check does so in fp32 in its place."""
-        return self.state.dtype == torch.bfloat16 or self.state.is_check
+        return super().begin(state)
 
     @property
     def base_dtype(self) -> str | None:
@@ -451,8 +446,9 @@ class FineTuning(TextTask):
         weights can't be trained as they are stored."""
         with loading("model", self.model):
             config = load_config(str(self.model), self.revision, self.state.remarks)
-        is_ready = self.has_bf16 or self.state.is_trained
-        can_train = self.lora.r and self.lora.base_dtype in (None, "nf4") and is_ready
+        state = self.state
+        has_bf16 = state.dtype == torch.bfloat16 or state.is_check or state.is_trained
+        can_train = self.lora.r and self.lora.base_dtype in (None, "nf4") and has_bf16
         if quantization_of(config).get("load_in_4bit") and not can_train:
             hint = "train adapters (task.lora.r, base_dtype=nf4) with --mixed_precision bf16, or an unquantized model"
             raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
@@ -548,8 +544,7 @@ class FineTuning(TextTask):
                 _, fit = empty_pretrained(self.model_from_config, files)
             else:
                 absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-                unscaled = without_scales(weight_files(str(self.model), self.revision))
-                fit = Fit(absent, found["unexpected_keys"], found["unexpected_keys"], unscaled)
+                fit = Fit(absent, found["unexpected_keys"], found["unexpected_keys"])
         keep_layout(model)
         self._accept(model, fit)
         untie_if_files_do(model)
@@ -574,9 +569,10 @@ class FineTuning(TextTask):
             base = f"{model.base_model_prefix}."
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
         buffers = {name for name, _ in model.named_buffers()}  # transformers computes them
+        files, reads_scales = weight_files(str(self.model), self.revision), bool(quantization_of(self._config))
         mistakes = {
             "are missing or have another shape": absent,
-            "are quantized, but nothing says how": fit.quantized,
+            "are quantized, but nothing says how": without_scales(files, reads_scales),
             "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json": {
                 name for name in fit.unexpected - buffers if not self._is_replaced(model, name)
             },
@@ -592,12 +588,10 @@ class FineTuning(TextTask):
         """Return whether a weight in the files belongs to a part that the trained model is meant not to have: the head
         that a classifier replaces, or what a multimodal checkpoint has for other inputs than text."""
         part, *_ = name.removeprefix(f"{model.base_model_prefix}.").split(".")
-        if name.endswith(".masked_bias"):  # a number that GPT-2 masked with
-            return True
-        has_own_head = not self.has_new_head
-        if has_own_head and self._config.get_text_config() is self._config:
-            return False
-        return not getattr(model.base_model, part, None) and not (has_own_head and hasattr(model, part))
+        owners = [model.base_model] if self.has_new_head else [model, model.base_model]
+        has_others = self.has_new_head or self._config.get_text_config() is not self._config
+        is_left_out = has_others and not any(getattr(owner, part, None) for owner in owners)
+        return is_left_out or name.endswith(".masked_bias")  # a number that GPT-2 masked with
 
     def _load_weights(self, model: Any, device: torch.device) -> None:
         """Read this process's shards of the weights into a sharded model from `build_empty_model`, with or without
@@ -612,18 +606,19 @@ class FineTuning(TextTask):
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
         report the positions of its tokens in the text."""
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
-        hint = ": set task.tokenizer" if "tokenizer" in type(self).model_fields else ""
+        says = f"task.{setting}={source}: has no tokenizer that can be read"
+        hint = "a language model may have another one's (task.tokenizer)"
         with loading(setting, source):
             try:
                 tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
             except ValueError as error:
-                raise UserError(f"task.{setting}={source}: has no tokenizer that can be read{hint}") from error
+                raise UserError(f"{says}: {hint}") from error
         if not tokenizer.is_fast:
-            hint = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
-            raise UserError(f"{source}: {type(tokenizer).__name__} does not report token positions; {hint}")
+            use = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
+            raise UserError(f"{source}: {type(tokenizer).__name__} does not report token positions; {use}")
         # what transformers makes if there are no files at all; T5's has a token for spaces
         if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
-            raise UserError(f"task.{setting}={source}: has no tokenizer{hint}")
+            raise UserError(f"{says}: {hint}")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
@@ -705,11 +700,6 @@ class Decoder(DecoderSettings, FineTuning):
             raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
         self.state.remarks += check_fit(self.sequence_length, config, self._tokenizer)
         return config
-
-    def check_config(self) -> None:
-        """Raise a UserError, before any work begins, if the model has no config, or it does not fit the tokenizer and
-        the sequences."""
-        _ = self._config
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:

@@ -124,12 +124,12 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         train, evaluation = super().split(rows, dataset)
-        known = {*train[self.label_column]}
+        known, labels = {*train[self.label_column]}, evaluation[self.label_column]
         # a row with a label of its own is trained on, as the model has to know it
-        alone = [row for row, label in enumerate(evaluation[self.label_column]) if label not in known]
-        if self.eval_from != "random" or len(alone) == len(evaluation):
+        alone = [row for row, label in enumerate(labels) if label not in known]
+        others = [row for row, label in enumerate(labels) if label in known]
+        if self.eval_from != "random" or not others:
             return train, evaluation
-        others = np.setdiff1d(range(len(evaluation)), alone)
         return concatenate_datasets([train, evaluation.select(alone)]), evaluation.select(others)
 
     def fingerprint(self, dataset: Dataset) -> str:
