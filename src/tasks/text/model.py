@@ -249,8 +249,8 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
             source, revision = adapted.base_model_name_or_path, adapted.revision
         config: Any = load_config(source, revision, [])
         options = four_bit_options(config, torch.bfloat16) if base_dtype == "nf4" else {}
-        options |= {"revision": revision, "config": config, "dtype": torch.float32, "trust_remote_code": False}
-        model, found = auto.from_pretrained(source, output_loading_info=True, **options)
+        options |= {"revision": revision, "config": config, "trust_remote_code": False, "output_loading_info": True}
+        model, found = auto.from_pretrained(source, dtype=torch.float32, **options)
         if found["missing_keys"]:
             raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
         untie_if_files_do(model)
