@@ -190,7 +190,7 @@ def render_chat(
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     _require_written(chat, tools, text)
-    for i, message in enumerate(chat):
+    for i, message in enumerate(chat[:-1]):
         if message.get("reasoning_content") or TAG.search(message["content"]):
             _require_written(chat[: i + 1], tools, render(chat[: i + 1]))  # as long as the user has not spoken again
     if train_on_prompts:

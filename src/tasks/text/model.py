@@ -494,12 +494,15 @@ class FineTuning(TextTask):
         self._accept(model, fit)
         return self.finish(model), self._load_weights
 
+    @cached_property
+    def _files(self) -> list[str]:
+        """Return the files with the weights, if they are safetensors; the Hub is asked once."""
+        return weight_files(self.model, self.revision) if self.model else []
+
     def _plain_files(self) -> list[str]:
         """Return the files with the weights; none if only `from_pretrained` can read them, because they are quantized
         or not safetensors."""
-        if not self.model or quantization_of(self._config):
-            return []
-        return weight_files(self.model, self.revision)
+        return [] if quantization_of(self._config) else self._files
 
     def finish(self, model: Any) -> Any:
         """Return the module to train, built around transformers' model."""
@@ -554,7 +557,7 @@ class FineTuning(TextTask):
         """Raise a UserError if the weights take more memory than this process, or all processes on this machine
         together, can have: the kernel would kill them without a word."""
         with loading("model", self.model):
-            needed = bytes_in_fp32(weight_files(str(self.model), self.revision))
+            needed = bytes_in_fp32(self._files)
         memory, processes = psutil.virtual_memory(), get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
         if needed > memory.available or needed * processes > memory.total:
             says = f"its weights take {needed / 1e9:.1f} GB per process ({processes} on this machine)"
@@ -569,10 +572,10 @@ class FineTuning(TextTask):
             base = f"{model.base_model_prefix}."
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
         buffers = {name for name, _ in model.named_buffers()}  # transformers computes them
-        files, reads_scales = weight_files(str(self.model), self.revision), bool(quantization_of(self._config))
+        reads_scales = bool(quantization_of(self._config))
         mistakes = {
             "are missing or have another shape": absent,
-            "are quantized, but nothing says how": without_scales(files, reads_scales),
+            "are quantized, but nothing says how": without_scales(self._files, reads_scales),
             "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json": {
                 name for name in fit.unexpected - buffers if not self._is_replaced(model, name)
             },
@@ -598,7 +601,7 @@ class FineTuning(TextTask):
         adapters. Raise a UserError if a file is damaged or missing."""
         own = without_adapters(self._core(model))
         with loading("model", self.model):
-            fill_shards(own, weight_files(str(self.model), self.revision), device)
+            fill_shards(own, self._files, device)
         start_heads(own)
         own.tie_weights()
 
