@@ -170,6 +170,7 @@ def become_rank(request: Request, script: str, arguments: list[str], environment
     seem("cmdline", [sys.executable, "accelerate", "launch", *request.words])
     seem("environ", request.environment)
     seem("cwd", request.cwd)
+    seem("send_signal", None)  # it would end the launcher after an error, whose words nobody reads here
     sys.argv = [script, *arguments]
     sys.orig_argv = [sys.executable, *sys.argv]
     if request.project != str(PROJECT):  # a copy of it, with changes
@@ -182,7 +183,11 @@ def become_rank(request: Request, script: str, arguments: list[str], environment
 def seem(name: str, said: object) -> None:
     """Let psutil say this of the parent process."""
     parent, asked = os.getppid(), getattr(psutil.Process, name)
-    setattr(psutil.Process, name, lambda process: said if process.pid == parent else asked(process))
+
+    def answer(process: psutil.Process, *arguments: object) -> object:
+        return said if process.pid == parent else asked(process, *arguments)
+
+    setattr(psutil.Process, name, answer)
 
 
 def wait_for(pids: list[int], seconds: float) -> int:
