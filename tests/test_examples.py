@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 from torchvision.models import get_model
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -125,7 +125,7 @@ def test_weights_come_from_a_file_and_their_statistics_stay(tmp_path: Path) -> N
 
 
 def test_bad_data_is_one_line(launch: Launch, tmp_path: Path) -> None:
-    """All mistakes of a csv at once; a picture in a run, where it is read."""
+    """All mistakes of a csv at once; a picture in a run, before it trains."""
     (tmp_path / "train/cat").mkdir(parents=True)
     (tmp_path / "train/cat/1.png").write_text("a cat")
     says = f"[Errno 2] No such file or directory: '{tmp_path}/val'"
@@ -246,6 +246,50 @@ def test_pictures_without_white_and_bombs_are_refused(tmp_path: Path, monkeypatc
         picture(f"{tmp_path}/bomb.png")
 
 
+@pytest.fixture
+def cats_and_dogs(tmp_path: Path) -> Path:
+    """A folder of pictures in train and val: five grey ones of each class."""
+    folder = tmp_path / "pets"
+    for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("L", (8, 8), 20 * number).save(folder / name / f"{number}.png")
+    return folder
+
+
+def test_what_pillow_reads_is_an_example_and_what_is_not_is_said(cats_and_dogs: Path, grey: Image.Image) -> None:
+    """Tried with torchvision's list of suffixes: no gif; and with hidden folders as classes: refused."""
+    cat = cats_and_dogs / "train/cat"
+    added = [".gif", ".GIF", ".jfif", ".jpg", ".tga", *([".avif"] if features.check("avif") else [])]
+    for suffix in added:
+        grey.convert("RGB").save(cat / f"a{suffix}")
+    frames = [grey.convert("RGB"), grey.convert("RGB").rotate(180)]
+    frames[0].save(cat / "moving.gif", save_all=True, append_images=frames[1:])
+    for name in ("train/.ipynb_checkpoints/1.png", "train/cat/.trash/2.png", "train/1.png", "train/cat/._1.png"):
+        (cats_and_dogs / name).parent.mkdir(exist_ok=True)
+        grey.save(cats_and_dogs / name)
+    for name in ("notes.txt", "more.TXT", "film.mpg", "README"):
+        (cat / name).touch()
+    task = ImageClassification(data_dir=str(cats_and_dogs), size=8)
+    train, val = task.build_datasets()
+    assert (len(train), len(val), task.state.data["classes"]) == (10 + len(added) + 1, 10, ["cat", "dog"])
+    kinds = "2 .txt, 1 .mpg, 1 README, 1 hidden, 1 in .ipynb_checkpoints, 1 in .trash, 1 in no class"
+    (remark,) = task.state.remarks
+    where, _, found = remark.partition(": left out ")
+    assert (where, sorted(found.split(", "))) == (str(cats_and_dogs / "train"), sorted(kinds.split(", ")))
+    assert_shown(cat / "moving.gif", frames[0])
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", slice(0, 60)])
+def test_a_broken_picture_is_found_before_training(cats_and_dogs: Path, content: Any) -> None:
+    """Whose beginning is not one, or whose png is cut short. Tried without: the epoch that reads it ends the run."""
+    file = cats_and_dogs / "train/dog/3.png"
+    file.write_bytes(file.read_bytes()[content] if isinstance(content, slice) else content)
+    task = ImageClassification(data_dir=str(cats_and_dogs))
+    with pytest.raises(UserError, match=f"^{file}: cannot be read: "):
+        task.fingerprint(task.build_datasets()[0])
+
+
 def test_only_an_empty_cell_is_missing(tmp_path: Path) -> None:
     """NA is Namibia, and None a name. Tried with pandas' list of what is missing: no category at all."""
     names = ["NA", "None", "null", "nan", "N/A", ""] * 4
@@ -326,20 +370,15 @@ def test_tables_are_scaled_and_scored_as_by_hand_in_float64(tmp_path: Path) -> N
             assert found["r2"] == (errors.max() == 0)
 
 
-def test_the_content_of_pictures_decides_wherever_the_folder_is(tmp_path: Path) -> None:
+def test_the_content_of_pictures_decides_wherever_the_folder_is(cats_and_dogs: Path) -> None:
     """Tried with paths in the fingerprint: a moved folder differs; with sizes: swapped pictures do not."""
-    before = tmp_path / "before"
-    for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
-        (before / folder).mkdir(parents=True)
-        for number in range(5):
-            Image.new("L", (8, 8), 20 * number).save(before / folder / f"{number}.png")
 
     def fingerprint(folder: Path) -> str:
         task = ImageClassification(data_dir=str(folder))
         return task.fingerprint(task.build_datasets()[0])
 
-    expected = fingerprint(before)
-    moved = before.rename(tmp_path / "after")
+    expected = fingerprint(cats_and_dogs)
+    moved = cats_and_dogs.rename(cats_and_dogs.with_name("after"))
     assert fingerprint(moved) == expected
     for source, target in (("1.png", "aside"), ("2.png", "1.png"), ("aside", "2.png")):
         (moved / "train/cat" / source).rename(moved / "train/cat" / target)
