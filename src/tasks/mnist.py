@@ -94,15 +94,14 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
     """Return MNIST's training and test sets, which torchvision reads from `data_dir` or downloads into it."""
     # imported here: the bundled digits need no torchvision, and one that doesn't match torch cannot be imported
     dataset = resolve_name("torchvision.datasets:MNIST")
-    raw = Path(data_dir, "MNIST/raw")
     hint = "delete what is there, set --task.data_dir, or use the bundled digits: --task.source=digits"
-    there = {file.name for file in raw.glob("*")}
+    there = {file.name for file in Path(data_dir, "MNIST/raw").glob("*")}
     if missing := {Path(url).stem for url, _ in dataset.resources} - there:  # Kaggle's have a dot for the first dash
         hint = f"missing: {listed(sorted(missing))}; there: {listed(sorted(there)) or 'none'}; {hint}"
 
     def read(is_train: bool) -> Digits:
         # a damaged file can raise nearly anything
-        with explained(f"MNIST could be neither read from {raw} nor downloaded ({hint}): "):
+        with explained(f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "):
             with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
                 part = dataset(data_dir, train=is_train, download=True)
             if part.data.shape != (len(part.targets), 28, 28):
