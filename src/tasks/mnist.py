@@ -102,7 +102,7 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
     def read(is_train: bool) -> Digits:
         # a damaged file can raise nearly anything
         with explained(f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "):
-            with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
+            with contextlib.redirect_stdout(None):  # it prints every mirror that it gives up on
                 part = dataset(data_dir, train=is_train, download=True)
             if part.data.shape != (len(part.targets), 28, 28):
                 raise ValueError("there must be as many labels as images of 28 x 28 pixels")

@@ -51,8 +51,7 @@ def draw_curves(title: str, curves: list[tuple[str, list[tuple[float, float]]]])
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=6)
         for below, above in combinations(axes.get_lines(), 2):
-            steps, values = below.get_data()
-            gap = abs(values - np.interp(steps, *above.get_data())).max()
+            gap = abs(below.get_ydata() - np.interp(below.get_xdata(), *above.get_data())).max()
             if gap < np.ptp(axes.get_ylim()) / 100:  # the thickness of a line
                 shown = axes.yaxis.get_major_formatter().format_data(float(f"{gap:.1g}")) if gap else 0
                 says = f"{below.get_label()} and {above.get_label()}: largest difference {shown}\n"
