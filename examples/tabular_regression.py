@@ -53,7 +53,7 @@ class TabularRegression(Task):
     def build_datasets(self) -> tuple[TensorDataset, TensorDataset]:
         train = self._read(self.csv)
         is_kept = np.random.default_rng(self.split_seed).permutation(len(train)) < len(train) // 5
-        train, kept = (train, None) if self.eval_csv else (train[~is_kept], train[is_kept])
+        kept, train = train[is_kept], train if self.eval_csv else train[~is_kept]
         if not self._known:
             self.state.data |= self._statistics(train)
         rows = self._read(self.eval_csv) if self.eval_csv else kept

@@ -360,14 +360,17 @@ def test_tables_are_scaled_and_scored_as_by_hand_in_float64(tmp_path: Path) -> N
         assert saved["predictions"] == pytest.approx(guesses, rel=1e-15, abs=rounding), (seed, kinds)
         errors = np.square(guesses - references)
         rmse, spread = math.sqrt(errors.mean()), references.std()
-        found = task.metrics(outputs)
-        assert found["rmse"] == pytest.approx(rmse, rel=1e-14, abs=rounding), (seed, kinds)
+        scored = task.metrics(outputs)
+        assert scored["rmse"] == pytest.approx(rmse, rel=1e-14, abs=rounding), (seed, kinds)
         if references.max() > references.min():
             # d(1 - (rmse / spread)^2), with both off by the rounding
             ratio, step = rmse / spread, rounding / spread
-            assert found["r2"] == pytest.approx(1 - ratio**2, rel=1e-13, abs=4 * (1 + ratio) ** 2 * step), (seed, kinds)
+            assert scored["r2"] == pytest.approx(1 - ratio**2, rel=1e-13, abs=4 * (1 + ratio) ** 2 * step), (
+                seed,
+                kinds,
+            )
         else:
-            assert found["r2"] == (errors.max() == 0)
+            assert scored["r2"] == (errors.max() == 0)
 
 
 def test_the_content_of_pictures_decides_wherever_the_folder_is(cats_and_dogs: Path) -> None:

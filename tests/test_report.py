@@ -159,7 +159,7 @@ def test_curves_that_are_flat_are_not_drawn(tmp_path: Path) -> None:
 
 def drawn(title: str, *curves: list[float], steps: Sequence[int] = (1, 2, 3)) -> list[str]:
     """The texts in the plot of these curves, a, b, …, at these steps."""
-    points = [("abc"[i], [*zip(steps, curve, strict=True)]) for i, curve in enumerate(curves)]
+    points: Any = [("abc"[i], [*zip(steps, curve, strict=True)]) for i, curve in enumerate(curves)]
     svg = b64decode(draw_curves(title, points))
     return [str(text.text) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 

@@ -37,7 +37,7 @@ def draw_curves(title: str, curves: list[tuple[str, list[tuple[float, float]]]])
     each, at least one. Say which of them cannot be told apart."""
     with rc_context(STYLE):
         figure = Figure(figsize=(3.75, 2.4), layout="constrained")
-        axes = figure.subplots()
+        axes: Any = figure.subplots()
         axes.set_title(title, loc="left", fontweight="bold")
         most = POINTS // min(len(curves), MOST_CURVES)
         for label, points in curves[:MOST_CURVES]:
@@ -53,8 +53,8 @@ def draw_curves(title: str, curves: list[tuple[str, list[tuple[float, float]]]])
         for below, above in combinations(axes.get_lines(), 2):
             gap = abs(below.get_ydata() - np.interp(below.get_xdata(), *above.get_data())).max()
             if gap < np.ptp(axes.get_ylim()) / 100:  # the thickness of a line
-                shown = axes.yaxis.get_major_formatter().format_data(float(f"{gap:.1g}")) if gap else 0
-                says = f"{below.get_label()} and {above.get_label()}: largest difference {shown}\n"
+                difference = axes.yaxis.get_major_formatter().format_data(float(f"{gap:.1g}")) if gap else 0
+                says = f"{below.get_label()} and {above.get_label()}: largest difference {difference}\n"
                 axes.set_xlabel(axes.get_xlabel() + says, fontsize=6)
         svg = io.StringIO()
         figure.savefig(svg, format="svg", metadata={"Date": None})
