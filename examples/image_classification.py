@@ -1,7 +1,9 @@
 """Pictures in train/<class>/… and val/<class>/…, and any torchvision model with a single output, from a Linear."""
 
+import io
 import math
 import os
+from collections import Counter
 from copy import copy
 from hashlib import sha256
 from pathlib import Path
@@ -16,17 +18,27 @@ from torch.distributed import fsdp
 from torchvision import datasets, models, ops
 from torchvision.transforms import v2
 
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, explained, listed
 from src.config.settings import ResumeSafe
 from src.tasks import load_metric
 from src.tasks.base import Counts, Table, Task
 from src.tasks.tables import label_columns, label_tables
 
+RECOGNIZED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
+"""Formats that Pillow registers, but cannot read by itself."""
+SUFFIXES = {
+    suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN and kind not in RECOGNIZED
+}
+"""Of the files that are pictures."""
+BROKEN = OSError, ValueError, SyntaxError, Image.DecompressionBombError
+"""What Pillow raises for files that it cannot read."""
+
 
 def picture(file: str) -> Image.Image:
-    """Return a picture as a viewer shows it: rotated as EXIF says, 16 bits reduced to 8, transparency on white. Raise a
-    UserError that names the file if it cannot be read, or the range of its numbers is unknown."""
-    with explained(f"{file}: cannot be read: ", (OSError, ValueError, SyntaxError, Image.DecompressionBombError)):
+    """Return a picture as a viewer shows it: rotated as EXIF says, 16 bits reduced to 8, transparency on white; of
+    several frames, the first. Raise a UserError that names the file if it cannot be read, or the range of its numbers
+    is unknown."""
+    with explained(f"{file}: cannot be read: ", BROKEN):
         with Image.open(file) as opened:
             kind, image = opened.format, ImageOps.exif_transpose(opened)
         if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
@@ -47,6 +59,26 @@ def shown(file: str) -> str:
 
 class Pictures(datasets.ImageFolder):
     seed: list[int] = []  # of the run and the epoch, if anything is drawn
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        classes = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
+        return classes, {name: i for i, name in enumerate(classes)}
+
+    def left_out(self) -> str:
+        """Return how many files of which kind are no examples, such as `3 .txt, 2 in .ipynb_checkpoints`."""
+        used, kinds = {file for file, _ in self.samples}, Counter[str]()
+        for folder, _, names in os.walk(self.root, followlinks=True):
+            *_, hidden = "", *(part for part in Path(folder).relative_to(self.root).parts if part.startswith("."))
+            for name in names:
+                if hidden:
+                    kinds[f"in {hidden}"] += 1
+                elif name.startswith("."):
+                    kinds["hidden"] += 1
+                elif Path(folder) == Path(self.root):
+                    kinds["in no class"] += 1
+                elif os.path.join(folder, name) not in used:
+                    kinds[Path(name).suffix.lower() or name] += 1
+        return listed(f"{number:,} {kind}" for kind, number in kinds.most_common())
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return a picture, shape (3, size, size), fp32, and its label. Random choices depend on seed and index
@@ -77,18 +109,21 @@ class ImageClassification(Task):
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
-        with explained("task.data_dir (`python -m examples.make_digits` makes data/digits_png): ", OSError):
+        hint = "task.data_dir (`python -m examples.make_digits` makes data/digits_png): "
+        with explained(hint, (OSError, ValueError)):
             train, val = (
-                Pictures(Path(self.data_dir, part), square, loader=picture, is_valid_file=self._is_visible)
+                Pictures(Path(self.data_dir, part), square, loader=picture, is_valid_file=self._is_picture)
                 for part in ("train", "val")
             )
         classes = self.state.data.setdefault("classes", [*map(shown, train.classes)])
         if odd := {*classes}.symmetric_difference(map(shown, val.classes)):
             raise UserError(f"task.data_dir={self.data_dir}: train and val do not both have the class {min(odd)}")
+        lines = {part.root: part.left_out() for part in (train, val)}
+        self.state.remarks += [f"{folder}: left out {files}" for folder, files in lines.items() if files]
         return train, val
 
-    def _is_visible(self, file: str) -> bool:  # macOS's ._1.png is hidden, and not a picture
-        return datasets.folder.is_image_file(file) and "/." not in str(Path(file).relative_to(self.data_dir))
+    def _is_picture(self, file: str) -> bool:  # macOS's ._1.png is hidden, and not a picture
+        return Path(file).suffix.lower() in SUFFIXES and "/." not in str(Path(file).relative_to(self.data_dir))
 
     def augmented(self, train: Any, seed: list[int]) -> Any:
         crop, flip = v2.RandomResizedCrop(self.size, (0.5, 1.0)), v2.RandomHorizontalFlip(0.5 if self.flip else 0.0)
@@ -100,6 +135,8 @@ class ImageClassification(Task):
         digest = sha256()
         for file, _ in dataset.samples:
             content = Path(file).read_bytes()
+            with explained(f"{file}: cannot be read: ", BROKEN):  # now, rather than after hours
+                Image.open(io.BytesIO(content)).verify()
             digest.update(f"{Path(file).relative_to(dataset.root)} {sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
 

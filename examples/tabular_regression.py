@@ -11,7 +11,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from src.config.errors import UserError, explained
+from src.config.errors import explained, refuse
 from src.tasks.base import Counts, Task
 
 
@@ -53,22 +53,41 @@ class TabularRegression(Task):
     def build_datasets(self) -> tuple[TensorDataset, TensorDataset]:
         train = self._read(self.csv)
         is_kept = np.random.default_rng(self.split_seed).permutation(len(train)) < len(train) // 5
-        train, kept = (train, None) if self.eval_csv else (train[~is_kept], train[is_kept])
+        kept, train = train[is_kept], train if self.eval_csv else train[~is_kept]
         if not self._known:
-            # a column without any number has no mean: it is left out
-            numbers = train.drop(columns=self.categories).dropna(axis="columns", how="all")
-            scales = {"mean": numbers.mean().to_dict(), "std": numbers.std(ddof=0).replace(0, 1).to_dict()}
-            self.state.data |= scales | {"values": {name: sorted({*train[name].dropna()}) for name in self.categories}}
-        return self._tensors(train), self._tensors(self._read(self.eval_csv) if self.eval_csv else kept)
+            self.state.data |= self._statistics(train)
+        rows = self._read(self.eval_csv) if self.eval_csv else kept
+        for name, values in self._known["values"].items():
+            unknown = rows[name].dropna().loc[lambda cells, known=values: ~cells.isin(known)]
+            says = f"{name}: {len(unknown):,} of {len(rows):,} evaluation rows have a value that no training row has"
+            self.state.remarks += [f"{says}, such as {value}" for value in unknown[:1]]
+        return self._tensors(train), self._tensors(rows)
+
+    def _statistics(self, train: pd.DataFrame) -> dict[str, dict[str, Any]]:
+        """Return what `_known` holds. Raise a UserError that names the columns without a finite mean and std."""
+        # a column without any number has no mean: it is left out
+        numbers = train.drop(columns=self.categories).dropna(axis="columns", how="all")
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, std = numbers.mean(), numbers.std(ddof=0)
+        std = std.where(numbers.max() > numbers.min(), 0).replace(0, 1)  # equal numbers have 1e-15 by rounding
+        odd = numbers.columns[~np.isfinite(mean + std)]
+        refuse(f"{self.csv}: {name} has numbers that are too large to have a standard deviation" for name in odd)
+        values = {name: sorted({*train[name].dropna()}) for name in self.categories}
+        return {"mean": mean.to_dict(), "std": std.to_dict(), "values": values}
 
     def _read(self, path: str) -> pd.DataFrame:
         """Return the columns in use, numbers and text. Raise a UserError with a line for each mistake."""
         with explained(f"{path}: not a csv (`python -m examples.make_table` makes one): ", (OSError, ValueError)):
             # only an empty cell is missing: NA is Namibia
             table = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
+            header = [*pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]]  # without the names pandas makes up
         numbers = [*self._known.get("mean", [name for name in table if name not in self.categories])]
         wanted = dict.fromkeys([*numbers, self.target, *self.categories])
         mistakes = [f"has no column {name}" for name in wanted if name not in table]
+        mistakes += [f"has several columns {name}" for name in wanted if header.count(name) > 1]
+        nameless = [name for name in table.columns.intersection(numbers) if name.startswith("Unnamed: ")]
+        if table[nameless].notna().any(axis=None):
+            mistakes.append("has a column without a name, such as row numbers: name it, or leave it out (index=False)")
         mistakes += ["has fewer than 5 rows"] if len(table) < 5 else []
         mistakes += [] if isinstance(table.index, pd.RangeIndex) else ["has rows with more cells than its header"]
         for name in table.columns.intersection(numbers):
@@ -77,23 +96,27 @@ class TabularRegression(Task):
             where = [f"{name} in row {i + 1} is {table[name].iloc[i]}, not a number" for i in np.flatnonzero(bad)[:1]]
             mistakes += [f"{text}; list columns of categories in task.categories" for text in where]
             table[name] = values
-        if mistakes:
-            raise UserError("\n".join(f"{path}: {mistake}" for mistake in mistakes))
+        refuse(f"{path}: {mistake}" for mistake in mistakes)
         return table[[*wanted]]
 
     def _tensors(self, table: pd.DataFrame) -> TensorDataset:
-        """Return inputs, shape (rows, columns), targets, both fp32, and row numbers, shape (rows,). An empty number
-        becomes the mean, with a 1 in a column of its own; an empty or unknown category is 0 in all columns of its
-        values."""
+        """Return inputs, shape (rows, columns), and scaled targets, both fp32, targets as they are, float64 seen as
+        int64, and row numbers, shape (rows,). An empty number becomes the mean, with a 1 in a column of its own; an
+        empty or unknown category is 0 in all columns of its values."""
         scaled = (table[[*self._known["mean"]]] - self._known["mean"]) / self._known["std"]
         numbers = scaled.drop(columns=self.target)
         one_hot = [table[name] == value for name, values in self._known["values"].items() for value in values]
         inputs = np.column_stack([numbers.fillna(0), numbers.isna(), *one_hot])
-        columns = inputs.astype(np.float32), scaled[self.target].to_numpy(np.float32), np.array(table.index)
+        targets, exact = scaled[self.target].to_numpy(np.float32), table[self.target].to_numpy(np.float64)
+        columns = inputs.astype(np.float32), targets, exact.view(np.int64), np.array(table.index)
         return TensorDataset(*map(torch.tensor, columns))
 
     def fingerprint(self, dataset: Any) -> str:
         return sha256(b"".join(tensor.numpy().tobytes() for tensor in dataset.tensors)).hexdigest()
+
+    def preview(self, dataset: Any, index: int) -> str:
+        inputs, target, _, row = (column[index].tolist() for column in dataset.tensors)
+        return f"row {row}: {target:.4g} from {', '.join(f'{value:.4g}' for value in inputs)}"
 
     def build_model(self) -> Any:
         width, numbers, values = self.width, self._known["mean"], self._known["values"].values()
@@ -112,16 +135,20 @@ class TabularRegression(Task):
         return self.evaluate(model, batch)[0]
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs, targets, _ = batch
-        found, mean, std = model(inputs).float()[:, 0], *(self._known[name][self.target] for name in ("mean", "std"))
-        outputs = {"predictions": found * std + mean, "references": targets * std + mean}
+        inputs, targets, exact, _ = batch
+        found = model(inputs).float()[:, 0]
         # a sum: the loop divides by the rows of all processes, which may have unequal shares
-        return nn.functional.mse_loss(found, targets, reduction="sum"), outputs
+        loss = nn.functional.mse_loss(found, targets, reduction="sum")
+        # float64: in fp32, a time in Unix seconds is rounded to two minutes. Apple's GPUs do not have it
+        found, exact = (values.cpu() if values.is_mps else values for values in (found, exact))
+        mean, std = (self._known[name][self.target] for name in ("mean", "std"))
+        return loss, {"predictions": found.double() * std + mean, "references": exact.view(torch.float64)}
 
     def metrics(self, outputs: dict[str, Tensor]) -> dict[str, float]:
-        predictions, references = outputs["predictions"].double(), outputs["references"].double()
+        predictions, references = outputs["predictions"], outputs["references"]
         mse, variance = (predictions - references).square().mean().item(), references.var(correction=0).item()
-        return {"rmse": mse**0.5, "r2": 1 - mse / variance if variance else float(mse == 0)}  # as in scikit-learn
+        is_constant = references.max() == references.min()  # else its variance is noise, as of a column
+        return {"rmse": mse**0.5, "r2": float(mse == 0) if is_constant else 1 - mse / variance}  # as in scikit-learn
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
-        return {"row": dataset.tensors[2].tolist(), **super().predictions(outputs, dataset)}
+        return {"row": dataset.tensors[-1].tolist(), **super().predictions(outputs, dataset)}

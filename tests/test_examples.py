@@ -1,15 +1,18 @@
 """The examples: a task is a file. Those on text: text/test_examples.py."""
 
 import json
+import math
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 from torchvision.models import get_model
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -17,6 +20,7 @@ from examples import make_digits, make_table
 from examples.image_classification import ImageClassification, picture
 from examples.tabular_regression import TabularRegression
 from src.config.errors import UserError
+from src.training.evaluation import evaluate_alone
 from tests.launching import Launch, Rounding, Whole, needs, slow
 from tests.tasks import Short
 
@@ -80,7 +84,11 @@ def test_its_metrics_are_those_of_the_training(
     import_module("src.tools.evaluate").main([str(run.folder / part), f"--output={file}"])
     found = json.loads(capsys.readouterr().out)
     assert found == pytest.approx({name: run.summary[name] for name in found}, rel=1e-6)
-    assert len(pq.read_table(file)) == found["eval/examples"]
+    table = pq.read_table(file)
+    assert len(table) == found["eval/examples"]
+    if what == "table":  # as they are in the file, of 64 bits
+        targets = pd.read_csv(shared / "friedman/friedman.csv")["y"]
+        assert table["references"].to_pylist() == targets[table["row"].to_numpy()].tolist()
 
 
 @pytest.mark.slow
@@ -117,7 +125,7 @@ def test_weights_come_from_a_file_and_their_statistics_stay(tmp_path: Path) -> N
 
 
 def test_bad_data_is_one_line(launch: Launch, tmp_path: Path) -> None:
-    """All mistakes of a csv at once; a picture in a run, where it is read."""
+    """All mistakes of a csv at once; a picture in a run, before it trains."""
     (tmp_path / "train/cat").mkdir(parents=True)
     (tmp_path / "train/cat/1.png").write_text("a cat")
     says = f"[Errno 2] No such file or directory: '{tmp_path}/val'"
@@ -127,13 +135,47 @@ def test_bad_data_is_one_line(launch: Launch, tmp_path: Path) -> None:
     broken = launch("ddp", *PICTURES, f"--task.data_dir={tmp_path}", "--global_batch_size=2", processes=2)
     assert broken.messages[0].startswith(f"train.py: {tmp_path}/val/cat/1.png: cannot be read: ")
     assert broken.exit_code == 2
-    file = tmp_path / "bad.csv"
-    file.write_text("a,b,y\n1,x,2\n2,,3\n3,,\n")
     hint = "list columns of categories in task.categories"
     found = ["has no column site", "has fewer than 5 rows", f"b in row 1 is x, not a number; {hint}"]
     found.append(f"y in row 3 is nan, not a number; {hint}")
-    expected = [f"{file}: {mistake}" for mistake in found]
-    assert refused(TabularRegression(csv=str(file), target="y", categories=["site"])) == expected
+    assert mistakes(tmp_path, "a,b,y\n1,x,2\n2,,3\n3,,\n", ["site"]) == found
+
+
+def test_a_column_is_none_or_once_a_feature(tmp_path: Path) -> None:
+    """Nor is one without a finite scale. Tried without each: pandas calls them Unnamed: 0 and y.1, and the huge one is
+    all zeros."""
+    table = pd.DataFrame({"x": [1.5e308, -1.5e308, 0, 1, 2, 3], "y": range(6)})
+    nameless = "has a column without a name, such as row numbers: name it, or leave it out (index=False)"
+    assert mistakes(tmp_path, table.to_csv()) == [nameless]
+    assert mistakes(tmp_path, table[["x", "y", "y"]].to_csv(index=False)) == ["has several columns y"]
+    too_large = "has numbers that are too large to have a standard deviation"
+    assert mistakes(tmp_path, table.to_csv(index=False)) == [f"x {too_large}"]
+    assert mistakes(tmp_path, table.rename(columns={"x": "y", "y": "x"}).to_csv(index=False)) == [f"y {too_large}"]
+    (tmp_path / "a.csv").write_text("x,y,\n" + "1,2,\n" * 6)  # a comma at each end is no column
+    train, _ = TabularRegression(csv=f"{tmp_path}/a.csv", categories=[]).build_datasets()
+    assert train.tensors[0].shape[1] == 2
+
+
+def test_how_many_categories_no_training_row_has_is_said(tmp_path: Path) -> None:
+    """Tried without: 0.0 is not 0, and all zeros without a word."""
+    for name, sites in (("a", ["0", "1", "2"]), ("b", ["0.0", "1", ""])):
+        rows = [f"{i},{sites[i % 3]},{i}" for i in range(12)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["x,site,y", *rows]))
+    same, other = (TabularRegression(csv=f"{tmp_path}/a.csv", eval_csv=f"{tmp_path}/{name}.csv") for name in "ab")
+    for task in (same, other):
+        task.build_datasets()
+    assert same.state.remarks == []
+    says = "site: 4 of 12 evaluation rows have a value that no training row has, such as 0.0"
+    assert other.state.remarks == [says]
+
+
+def mistakes(folder: Path, csv: str, categories: Sequence[str] = ()) -> list[str]:
+    """The lines that refuse this table, without its name."""
+    file = folder / "bad.csv"
+    file.write_text(csv)
+    lines = refused(TabularRegression(csv=str(file), target="y", categories=[*categories]))
+    assert all(line.startswith(f"{file}: ") for line in lines)
+    return [line.removeprefix(f"{file}: ") for line in lines]
 
 
 def refused(task: Any) -> list[str]:
@@ -204,6 +246,50 @@ def test_pictures_without_white_and_bombs_are_refused(tmp_path: Path, monkeypatc
         picture(f"{tmp_path}/bomb.png")
 
 
+@pytest.fixture
+def cats_and_dogs(tmp_path: Path) -> Path:
+    """A folder of pictures in train and val: five grey ones of each class."""
+    folder = tmp_path / "pets"
+    for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("L", (8, 8), 20 * number).save(folder / name / f"{number}.png")
+    return folder
+
+
+def test_what_pillow_reads_is_an_example_and_what_is_not_is_said(cats_and_dogs: Path, grey: Image.Image) -> None:
+    """Tried with torchvision's list of suffixes: no gif; and with hidden folders as classes: refused."""
+    cat = cats_and_dogs / "train/cat"
+    added = [".gif", ".GIF", ".jfif", ".jpg", ".tga", *([".avif"] if features.check("avif") else [])]
+    for suffix in added:
+        grey.convert("RGB").save(cat / f"a{suffix}")
+    frames = [grey.convert("RGB"), grey.convert("RGB").rotate(180)]
+    frames[0].save(cat / "moving.gif", save_all=True, append_images=frames[1:])
+    for name in ("train/.ipynb_checkpoints/1.png", "train/cat/.trash/2.png", "train/1.png", "train/cat/._1.png"):
+        (cats_and_dogs / name).parent.mkdir(exist_ok=True)
+        grey.save(cats_and_dogs / name)
+    for name in ("notes.txt", "more.TXT", "film.mpg", "README"):
+        (cat / name).touch()
+    task = ImageClassification(data_dir=str(cats_and_dogs), size=8)
+    train, val = task.build_datasets()
+    assert (len(train), len(val), task.state.data["classes"]) == (10 + len(added) + 1, 10, ["cat", "dog"])
+    kinds = "2 .txt, 1 .mpg, 1 README, 1 hidden, 1 in .ipynb_checkpoints, 1 in .trash, 1 in no class"
+    (remark,) = task.state.remarks
+    where, _, found = remark.partition(": left out ")
+    assert (where, sorted(found.split(", "))) == (str(cats_and_dogs / "train"), sorted(kinds.split(", ")))
+    assert_shown(cat / "moving.gif", frames[0])
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", slice(0, 60)])
+def test_a_broken_picture_is_found_before_training(cats_and_dogs: Path, content: Any) -> None:
+    """Whose beginning is not one, or whose png is cut short. Tried without: the epoch that reads it ends the run."""
+    file = cats_and_dogs / "train/dog/3.png"
+    file.write_bytes(file.read_bytes()[content] if isinstance(content, slice) else content)
+    task = ImageClassification(data_dir=str(cats_and_dogs))
+    with pytest.raises(UserError, match=f"^{file}: cannot be read: "):
+        task.fingerprint(task.build_datasets()[0])
+
+
 def test_only_an_empty_cell_is_missing(tmp_path: Path) -> None:
     """NA is Namibia, and None a name. Tried with pandas' list of what is missing: no category at all."""
     names = ["NA", "None", "null", "nan", "N/A", ""] * 4
@@ -212,7 +298,7 @@ def test_only_an_empty_cell_is_missing(tmp_path: Path) -> None:
     task = TabularRegression(csv=str(tmp_path / "a.csv"), target="y", categories=["country"])
     train, _ = task.build_datasets()
     assert task._known["values"]["country"] == sorted({*names} - {""})
-    inputs, _, row = train.tensors
+    inputs, *_, row = train.tensors
     for one_hot, number in zip(inputs.tolist(), row.tolist(), strict=True):
         assert sum(one_hot) == (names[number] != "")
     (tmp_path / "b.csv").write_text("\n".join(["country,y", *rows[:9], "DE,NA"]))
@@ -220,20 +306,82 @@ def test_only_an_empty_cell_is_missing(tmp_path: Path) -> None:
         task.model_copy(update={"csv": str(tmp_path / "b.csv")}).build_datasets()
 
 
-def test_the_content_of_pictures_decides_wherever_the_folder_is(tmp_path: Path) -> None:
+HOSTILE: dict[str, Callable[[Any], Any]] = {
+    # of standard normal numbers
+    "plain": lambda z: z,
+    "constant": lambda z: np.full_like(z, 14.62),
+    "nearly constant": lambda z: 14.62 + 1e-9 * z,
+    "once another": lambda z: np.where(z == z.max(), 14.72, 14.62),
+    "Unix seconds": lambda z: np.floor(1.7e9 + 40 * z),
+    "huge": lambda z: 1e150 * z,
+    "tiny": lambda z: 1e-150 * z,
+    "with empty cells": lambda z: np.where(z < -1, np.nan, z),
+}
+"""Columns that are hard to scale, by name."""
+
+
+def scale_by_hand(values: Any, known: Any) -> tuple[float, float, float]:
+    """The mean and std of these known numbers, with exact sums, and how far rounding may put what is scaled by them."""
+    known = known[~np.isnan(known)]
+    mean = math.fsum(known) / len(known)
+    std = math.sqrt(math.fsum((known - mean) ** 2) / len(known)) if known.max() > known.min() else 1.0
+    # a sum of n numbers: n roundings of the largest; once for the mean, once for what it is taken from
+    return mean, std, 2 * len(known) * np.finfo(float).eps * np.nanmax(np.abs(values)) / std
+
+
+def test_tables_are_scaled_and_scored_as_by_hand_in_float64(tmp_path: Path) -> None:
+    """Tried with std == 0 as constant, with predictions or references un-scaled in fp32, with inputs scaled in fp32,
+    and with r2 from the variance of equal references."""
+    for seed in range(50):
+        random = np.random.default_rng(seed)
+        kinds = [*random.choice([*HOSTILE], 4), random.choice([*HOSTILE][:-1])]  # no cell of the target is empty
+        columns = {f"{i}": HOSTILE[kind](random.standard_normal(90)) for i, kind in enumerate(kinds)}
+        pd.DataFrame({**columns, "one": "same"}).to_csv(tmp_path / "a.csv", index=False)
+        task = TabularRegression(csv=f"{tmp_path}/a.csv", target="4", categories=["one"])
+        train, held_out = task.build_datasets()
+        rows = train.tensors[-1].numpy(), held_out.tensors[-1].numpy()
+        assert sorted(np.concatenate(rows)) == [*range(90)]
+        for i, (name, values) in enumerate(columns.items()):
+            mean, std, bound = scale_by_hand(values, values[rows[0]])
+            for dataset, row in zip((train, held_out), rows, strict=True):
+                assert name == "4" or dataset.tensors[0][:, 4 + i].tolist() == np.isnan(values[row]).tolist()
+                found = dataset.tensors[1] if name == "4" else dataset.tensors[0][:, i]
+                expected = np.nan_to_num((values[row] - mean) / std)
+                assert found.numpy() == pytest.approx(expected, rel=2**-24, abs=bound), (seed, kinds[i])
+
+        # mean, std and bound are those of the last column, the target
+        def model(inputs: Any) -> Any:
+            return inputs[:, :1] / 3 + inputs[:, 1:2]
+
+        _, outputs = evaluate_alone(task, cast("Any", model), held_out, 7, torch.device("cpu"))
+        references, guesses = columns["4"][rows[1]], model(held_out.tensors[0])[:, 0].double().numpy() * std + mean
+        saved, rounding = task.predictions(outputs, held_out), bound * std
+        assert saved["references"] == references.tolist()
+        assert saved["predictions"] == pytest.approx(guesses, rel=1e-15, abs=rounding), (seed, kinds)
+        errors = np.square(guesses - references)
+        rmse, spread = math.sqrt(errors.mean()), references.std()
+        scored = task.metrics(outputs)
+        assert scored["rmse"] == pytest.approx(rmse, rel=1e-14, abs=rounding), (seed, kinds)
+        if references.max() > references.min():
+            # d(1 - (rmse / spread)^2), with both off by the rounding
+            ratio, step = rmse / spread, rounding / spread
+            assert scored["r2"] == pytest.approx(1 - ratio**2, rel=1e-13, abs=4 * (1 + ratio) ** 2 * step), (
+                seed,
+                kinds,
+            )
+        else:
+            assert scored["r2"] == (errors.max() == 0)
+
+
+def test_the_content_of_pictures_decides_wherever_the_folder_is(cats_and_dogs: Path) -> None:
     """Tried with paths in the fingerprint: a moved folder differs; with sizes: swapped pictures do not."""
-    before = tmp_path / "before"
-    for folder in ("train/cat", "train/dog", "val/cat", "val/dog"):
-        (before / folder).mkdir(parents=True)
-        for number in range(5):
-            Image.new("L", (8, 8), 20 * number).save(before / folder / f"{number}.png")
 
     def fingerprint(folder: Path) -> str:
         task = ImageClassification(data_dir=str(folder))
         return task.fingerprint(task.build_datasets()[0])
 
-    expected = fingerprint(before)
-    moved = before.rename(tmp_path / "after")
+    expected = fingerprint(cats_and_dogs)
+    moved = cats_and_dogs.rename(cats_and_dogs.with_name("after"))
     assert fingerprint(moved) == expected
     for source, target in (("1.png", "aside"), ("2.png", "1.png"), ("aside", "2.png")):
         (moved / "train/cat" / source).rename(moved / "train/cat" / target)

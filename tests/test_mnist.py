@@ -1,5 +1,6 @@
 """The MNIST task: the CNN of pytorch/examples, images as one tensor, and what happens to wrong files."""
 
+import shutil
 import struct
 from pathlib import Path
 
@@ -72,11 +73,30 @@ def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:
         (folder / name).write_bytes(contents[number])
 
 
-def test_a_failed_download_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_says_what_is_there_what_is_missing_and_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without any file, without one, and with Kaggle's names. Tried without the names: only that a server is away."""
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
-    says = "nor downloaded.*--task.data_dir, or use the bundled digits: --task.source=digits"
-    with pytest.raises(ValueError, match=says):
-        mnist(str(tmp_path))
+    folder = tmp_path / "MNIST/raw"
+    first, *others = sorted(IDX_FILES)
+    kaggles = [name.replace("-idx", ".idx") for name in (first, *others)]
+    says = f"MNIST could be neither read from {folder} nor downloaded (missing: {{}}; there: {{}}; delete what is there"
+
+    def refused() -> str:
+        with pytest.raises(UserError) as error:
+            mnist(str(tmp_path))
+        assert "--task.data_dir, or use the bundled digits: --task.source=digits): " in str(error.value)
+        return str(error.value)
+
+    assert refused().startswith(says.format(", ".join([first, *others]), "none"))
+    shutil.rmtree(folder, ignore_errors=True)
+    write_mnist(folder)
+    (folder / first).unlink()
+    assert refused().startswith(says.format(first, ", ".join(others)))
+    for name, kaggles_name in zip(others, kaggles[1:], strict=True):
+        (folder / name).rename(folder / kaggles_name)
+    assert refused().startswith(says.format(", ".join([first, *others]), ", ".join(kaggles[1:])))
 
 
 @pytest.mark.parametrize(("p", "dtype"), [(0.25, torch.float32), (0.3, torch.bfloat16)])  # multiples of 1/256, and not

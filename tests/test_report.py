@@ -4,9 +4,14 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
+from base64 import b64decode
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -14,8 +19,10 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from src.config.errors import UserError
+from src.tracking.figures import draw_curves
 from src.tracking.report import report_line, write_report
-from tests.launching import PROJECT, Launch, slow
+from tests.launching import PROJECT, Launch, Whole, slow
+from tests.test_tables import SHORT
 
 PIXEL = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4//8/AAX+Av6nNWCB"
@@ -90,8 +97,9 @@ def test_whatever_a_run_recorded_is_text_and_the_page_names_nothing_outside_itse
 
 
 def test_a_run_may_have_hardly_anything(tmp_path: Path) -> None:
-    lossless = training(1, **{"train/loss": None})
-    for i, records in enumerate(([], [training(1)], [lossless], [evaluation(1, float("nan"))])):
+    """Or a loss that is not finite."""
+    lossless, diverged = training(1, **{"train/loss": None}), evaluation(1, float("nan")) | {"eval/loss": None}
+    for i, records in enumerate(([], [training(1)], [lossless], [evaluation(1, float("nan"))], [diverged])):
         assert ">mnist</td>" in page(run_folder(tmp_path / f"{i}", records))
 
 
@@ -101,6 +109,80 @@ def test_numbers_are_as_people_write_them(tmp_path: Path) -> None:
     html = page(of_run)
     for shown in (">43,120<", "<td>False</td>", ">5e-05<"):
         assert shown in html
+
+
+def test_the_head_says_when_how_long_with_which_code_and_where_it_is_logged(tmp_path: Path) -> None:
+    """In units as people read them: the number of seconds and of bytes appears nowhere. Only an address is a link."""
+    folder = run_folder(tmp_path / "run", [training(1), evaluation(1, 0.5)])
+    summary: dict[str, Any] = {"seconds": 4000.7, "peak_memory_bytes": [900_000_000, 1_103_392_768]}
+    summary |= {"date": "2026-02-03 04:05:06", "commit": "51a775f1-dirty"}
+    trackers = {"W&B": "https://wandb.ai/me/p/runs/1f3a", "TB": "javascript:alert(1)"}
+    (folder / "summary.json").write_text(json.dumps(summary | {"trackers": trackers}))
+    html = page(folder)
+    for shown in ("2026-02-03 04:05:06", "51a775f1-dirty", "1:06:40", "1.1 GB", "TB: javascript:alert(1)"):
+        assert shown in html
+    assert re.findall(r'<a href="([^"]*)">', html) == [trackers["W&B"]]
+    for raw in ("4000.7", "4,001", "1103392768", "1,103,392,768"):
+        assert raw not in html
+
+
+def test_a_run_records_when_it_began_and_the_code_it_ran(whole: Whole) -> None:
+    run = whole("cpu", *SHORT)
+    began, wrote = datetime.fromisoformat(run.summary["date"]), (run.folder / "summary.json").stat().st_mtime
+    assert wrote - 600 < began.timestamp() < wrote
+    command = ["git", "describe", "--always", "--exclude=*"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
+    assert (run.summary["commit"] or "").removesuffix("-dirty") == done.stdout.strip()
+    assert str(run.summary["date"]) in (run.folder / "report.html").read_text()
+
+
+def test_each_cell_that_is_a_picture_is_shown_as_one(tmp_path: Path) -> None:
+    """In any column and row: image, truth and prediction beside text. Tried with the first cell deciding for all."""
+    masks = [{"file": "a", "image": PIXEL, "truth": PIXEL, "prediction": None, "iou": 0.5}]
+    masks.append({"file": "b", "image": PIXEL, "truth": PIXEL, "prediction": PIXEL, "iou": 0.25})
+    cards = [{"image": PIXEL, "label": "a"}, {"image": None, "label": "b"}]
+    tables = {"masks": masks, "cards": cards, "text": [{"prompt": f"what is {PIXEL}?", "image": PIXEL}]}
+    html = page(run_folder(tmp_path / "run", [evaluation(1, 0.5, **tables)]))
+    names = [re.findall(rf'<img src="{re.escape(PIXEL)}" alt="(\w+)">', part) for part in html.split("<section>")[1:]]
+    assert names == [["image", "truth", "image", "truth", "prediction"], ["image"], ["image"]]
+    assert html.count(PIXEL) == 5 + 1 + 2  # once within a text
+    assert html.count('<div class="gallery">') == 1
+    assert "<td>\N{EN DASH}</td>" in html
+
+
+def test_curves_that_are_flat_are_not_drawn(tmp_path: Path) -> None:
+    """Tried without: a plot of lr, which is the same all along, and of the number of examples."""
+    records = [training(1), evaluation(1, 0.5), training(2), evaluation(2, 0.25)]
+    html = page(run_folder(tmp_path / "run", records))
+    assert re.findall(r'svg\+xml;base64,[^"]*" alt="([^"]*)"', html) == ["loss", "accuracy"]
+
+
+def drawn(title: str, *curves: list[float], steps: Sequence[int] = (1, 2, 3)) -> list[str]:
+    """The texts in the plot of these curves, a, b, …, at these steps."""
+    points: Any = [("abc"[i], [*zip(steps, curve, strict=True)]) for i, curve in enumerate(curves)]
+    svg = b64decode(draw_curves(title, points))
+    return [str(text.text) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_axes_are_labelled_as_people_read_them(tmp_path: Path) -> None:
+    """Tried with matplotlib's own labels: 1e9, 0.02, and step 1.5."""
+    *ticks, title = drawn("peak_memory_bytes", [1.1e9, 1.2e9, 1.3e9])
+    assert [tick for tick in ticks if tick[0].isdigit()][:3] == ["1", "2", "3"]
+    assert {"1.2 GB", "1.3 GB"} < {*ticks}
+    assert title == "peak_memory_bytes"
+    assert "20 ms" in drawn("data_seconds", [0.01, 0.02, 0.03])
+    assert "0.983220" in drawn("accuracy", [0.98321, 0.98322, 0.98323])  # and not +9.832e-1
+
+
+def test_curves_that_hide_each_other_are_said_to(tmp_path: Path) -> None:
+    """If one lies on another within the thickness of a line, where both are. Tried without: b alone is seen."""
+    says = "{} and {}: largest difference {}"
+    losses, other = [2.0, 1.0, 0.5], [2.0, 1.5, 0.5]
+    found = drawn("loss", losses, [loss + 2e-4 for loss in losses], other)
+    assert [text for text in found if "and" in text] == [says.format("a", "b", "2e\N{MINUS SIGN}4")]
+    assert says.format("a", "b", 0) in drawn("lr", losses, losses)
+    assert says.format("a", "b", "1 MB") in drawn("peak_memory_bytes", [1e9, 2e9, 3e9], [1.001e9, 2e9, 3e9])
+    assert not [text for text in drawn("loss", losses, other) if "and" in text]
 
 
 def test_many_records_and_long_texts_stay_below_a_megabyte(tmp_path: Path) -> None:
@@ -163,7 +245,7 @@ def test_a_browser_shows_it_without_javascript_network_or_scrolling(tmp_path: Pa
             tab.on(kind, lambda event: events.append(getattr(event, "url", event)))
         tab.goto(address)
         tab.locator("summary").click()
-        assert tab.get_by_role("img", name="lr").first.bounding_box()["width"] > 250
+        assert tab.get_by_role("img", name="loss").first.bounding_box()["width"] > 250
         boxes = filter(None, (part.bounding_box() for part in tab.locator("main > *").all()))
         assert max(box["x"] + box["width"] for box in boxes) <= width
         corner = Image.open(io.BytesIO(tab.screenshot(clip={"x": 0, "y": 0, "width": 10, "height": 10})))

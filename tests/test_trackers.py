@@ -135,6 +135,7 @@ def test_it_has_each_record_over_a_kill_and_a_resume(recorded: Run, sessions: An
     """Tables and pictures too, but the last 32 kB of a killed run. Tried without the id in a checkpoint: two runs."""
     items = [[row["history"]["item"].items() for row in rows if "history" in row] for rows in sessions]
     before, after = ([{n: v for n, v in item if n[0] != "_" and "." not in n} for item in rows] for rows in items)
+    assert recorded.summary["trackers"]["W&B"].startswith("offline")
     *_, last = folders = sorted(recorded.folder.glob("wandb/offline-run-*"))
     assert len({folder.name.split("-")[-1] for folder in folders}) == 1
     expected = numbers(recorded)

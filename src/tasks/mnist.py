@@ -6,6 +6,7 @@ import io
 from base64 import b64encode
 from dataclasses import dataclass, replace
 from importlib.metadata import distribution
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -15,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from src.config.errors import explained
+from src.config.errors import explained, listed
 from src.tasks import load_metric
 from src.tasks.base import PICTURE, Counts, Metrics, Tables, Task, Tensors
 from src.tasks.mnist_settings import MnistSettings
@@ -94,11 +95,14 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
     # imported here: the bundled digits need no torchvision, and one that doesn't match torch cannot be imported
     dataset = resolve_name("torchvision.datasets:MNIST")
     hint = "delete what is there, set --task.data_dir, or use the bundled digits: --task.source=digits"
+    there = {file.name for file in Path(data_dir, "MNIST/raw").glob("*")}
+    if missing := {Path(url).stem for url, _ in dataset.resources} - there:  # Kaggle's have a dot for the first dash
+        hint = f"missing: {listed(sorted(missing))}; there: {listed(sorted(there)) or 'none'}; {hint}"
 
     def read(is_train: bool) -> Digits:
         # a damaged file can raise nearly anything
         with explained(f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "):
-            with contextlib.redirect_stdout(io.StringIO()):  # it prints every mirror that it gives up on
+            with contextlib.redirect_stdout(None):  # it prints every mirror that it gives up on
                 part = dataset(data_dir, train=is_train, download=True)
             if part.data.shape != (len(part.targets), 28, 28):
                 raise ValueError("there must be as many labels as images of 28 x 28 pixels")

@@ -4,7 +4,6 @@ It shows what runs and --check have written into their folders, and leaves out w
 """
 
 import argparse
-import base64
 import math
 from collections import defaultdict
 from importlib import import_module
@@ -21,9 +20,7 @@ from src.tasks.base import PICTURE, Tables
 from src.tracking.part import Entry, Part
 from src.training.score import score
 
-MOST_PICTURES, MOST_ROWS = 24, 50
-FACTS = ("seconds", "samples_per_second", "tokens_per_second", "parameters", "strategy", "num_processes", "device")
-"""Fields of summary.json that the page shows for each run."""
+MOST_PICTURES = 24
 
 
 class LoggedRun:
@@ -52,7 +49,7 @@ class LoggedRun:
                 self.results, self.tables = {}, {}
             for name, value in entry.items():
                 if isinstance(value, list):
-                    self.tables[name] = value[:MOST_ROWS]
+                    self.tables[name] = value
                 elif name.startswith("eval/"):
                     self.results[name] = value
                 if "/" in name and is_number(value):
@@ -63,16 +60,7 @@ class LoggedRun:
     def rank_key(self) -> float:
         """Return the score of the exported model, or else of the last evaluation: higher is better."""
         metric, mode = self.settings["checkpoint.metric"], self.settings["checkpoint.mode"]
-        return score(self.results[metric], metric, mode) if metric in self.results else -math.inf
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return the results, for a line of the table of runs."""
-        status = self.status.get("status")
-        if self.check and not self.step:
-            status = "all checks passed" if self.check["passed"] else "checks FAILED"
-        about = {"run": self.name, "task": self.settings["task.name"], "status": status, "step": self.step}
-        return about | {name: value for name, value in self.results.items() if "eval/" in name or name in FACTS}
+        return score(self.results[metric], metric, mode) if is_number(self.results.get(metric)) else -math.inf
 
 
 def write_report(folders: list[Path], target: Path) -> None:
@@ -84,20 +72,14 @@ def write_report(folders: list[Path], target: Path) -> None:
     what = f"{', '.join(map(str, folders))}: files are not as a run writes them: "
     with explained(what, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
         runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.rank_key))
-        facts = dict.fromkeys(name for run in runs for name in run.facts)
-        table = [{name: run.facts.get(name) for name in facts} for run in runs]
-        names = dict.fromkeys(name for run in runs for name in run.settings)
-        settings = [{"setting": name} | {run.name: run.settings.get(name) for run in runs} for name in names]
-        differing = [row for row in settings if len({str(row[run.name]) for run in runs}) > 1]
-        environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        page = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8")).render(
-            runs=runs, table_of_runs=table, PICTURE=PICTURE, figures=plots(runs), differing=differing, settings=settings
-        )
+        environment = Environment(autoescape=True, trim_blocks=True)
+        template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+        page = template.render(runs=runs, PICTURE=PICTURE, figures=plots(runs))
     write_text(target, page.encode(errors="replace").decode())
 
 
 def plots(runs: list[LoggedRun]) -> dict[str, str]:
-    """Return a plot of each metric, by its title: an SVG in base64."""
+    """Return a plot of each metric that changes, by its title: an SVG in base64."""
     figures = import_module("src.tracking.figures")  # imports matplotlib, which nothing else needs
     pictures = defaultdict(list)
     for run in runs:
@@ -105,10 +87,10 @@ def plots(runs: list[LoggedRun]) -> dict[str, str]:
             part, _, title = name.partition("/")
             # for a single run, plot training loss and evaluation loss together
             picture, label = (title, part) if len(runs) == 1 else (name, run.name)
-            pictures[picture].append((label, points))
+            if len({value for _, value in points}) > 1:
+                pictures[picture].append((label, points))
     titles = sorted(pictures, key=lambda title: "loss" not in title)[:MOST_PICTURES]
-    drawn = {title: figures.draw_curves(title, pictures[title]) for title in titles}
-    return {title: base64.b64encode(svg.encode(errors="replace")).decode() for title, svg in drawn.items()}
+    return {title: figures.draw_curves(title, pictures[title]) for title in titles}
 
 
 class Report(Part):

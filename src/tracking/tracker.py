@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class Tracker:
         self._run, self.folder = run, run.config.folder
         self._first = run.progress.step
         if run.is_main:
+            trackers = {title: text for title, text in where.items() if text}
+            self._origin = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
             self._open_log()
             self._write_settings()
             print_summary(run, where)
@@ -155,6 +158,7 @@ class Tracker:
             **run.facts,
             "peak_memory_bytes": peaks,
             **vars(run.launch),
+            **self._origin,
         }
         write_status(self.folder, {"status": "done", "step": progress.step})
         write_json(self.folder / "summary.json", summary)
@@ -197,3 +201,10 @@ class Tracker:
         if self._run.is_main:
             with contextlib.suppress(OSError):  # a failed write has been reported
                 self._metrics.close()
+
+
+def _commit() -> str | None:
+    """Return the git commit of this code, with -dirty if a file of it has changed since; None if it has none."""
+    git = f"git -C {shlex.quote(str(Path(__file__).parent))} describe --always --dirty --exclude='*' 2>{os.devnull}"
+    has_none, commit = subprocess.getstatusoutput(git)
+    return None if has_none else commit

@@ -215,6 +215,24 @@ def test_calls_of_tools_are_learnt_with_their_arguments_as_they_were_written() -
     assert text.startswith('<|im_start|>system\n[{"function": {"name": "weather"}}]')
 
 
+def test_an_evaluation_shows_the_hardest_texts_by_the_loss_per_token() -> None:
+    """Not those that are longest, nor one without a target first. Tried with the loss of a sequence: the long one."""
+    texts = ["short", "long " * 400, "empty", *(f"text {i}" for i in range(20))]
+    write({"rows.jsonl": [{"prompt": "Say it:", "completion": text} for text in texts]})
+    task = tiny.task(dataset="rows.jsonl", eval_from="all", packing=False, sequence_length=4096)
+    _, dataset = task.build_datasets()
+    targets = torch.tensor([5.0, 2000.0, 0.0] + [6.0] * 20)
+    nats = torch.tensor([10.0, 100.0, 0.0] + [6.0] * 20)
+    rows = task.tables({"nats": nats, "targets": targets, "correct": targets}, dataset)["hardest"]
+    assert [row["loss"] for row in rows] == [2.0] + [1.0] * 7
+    for row, text in zip(rows, ["short", *texts[3:]], strict=False):
+        assert row["text"].endswith(f"────\n<|endoftext|>Say it:⟦{text}<|endoftext|>⟧")
+    nats[1] = 1e6
+    (longest, *_) = task.tables({"nats": nats, "targets": targets, "correct": targets}, dataset)["hardest"]
+    assert "long long" in longest["text"]
+    assert len(longest["text"]) == 1000
+
+
 def test_a_prompt_and_a_completion_of_messages_are_a_chat_whose_completion_is_learnt() -> None:
     """As TRL has them, with tools or without, loaded, streamed and mixed. Tried without: prompt is list, not text."""
     row = {"prompt": CHAT[:4], "completion": CHAT[4:]}

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, explained
-from src.tasks.base import Counts, Tensors
+from src.tasks.base import Counts, Tables, Tensors
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
 from src.tasks.text.context_parallel import own_part, register
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
@@ -38,6 +38,9 @@ MARK = re.compile(r"<\|.*?\|>")
 SUMS = ("nats", "targets", "correct")
 """Sums over a sequence in an evaluation: the loss, the number of targets, and how many of them were the likeliest
 token."""
+
+MOST_SAMPLES, LONGEST_SAMPLE = 8, 1000
+"""Sequences in the table of an evaluation, and characters of each."""
 
 
 class CausalLM(CausalLMSettings, Decoder):
@@ -243,6 +246,11 @@ class CausalLM(CausalLMSettings, Decoder):
             "accuracy": correct / targets,
             **losses_by_source(self, outputs),  # room: streaming
         }
+
+    def tables(self, outputs: Tensors, dataset: Sequences) -> Tables:
+        losses = (outputs["nats"] / outputs["targets"].clamp(min=1)).tolist()
+        hardest = sorted(range(len(losses)), key=lambda i: -losses[i])[:MOST_SAMPLES]
+        return {"hardest": [{"loss": losses[i], "text": self.preview(dataset, i)[:LONGEST_SAMPLE]} for i in hardest]}
 
     def load_export(self, folder: Path) -> LanguageModel:
         lm = load_exported(folder, self.base_dtype)
