@@ -1,7 +1,6 @@
 """The log of a run: metrics.jsonl and the terminal. Only the main process writes it."""
 
 import contextlib
-import json
 import os
 import shlex
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from src.checkpoint.files import parent_checkpoint, saved_settings, write_json, write_text
+from src.checkpoint.files import json_text, parent_checkpoint, saved_settings, write_json, write_text
 from src.checkpoint.status import write_status, write_stopped, write_unfinished
 from src.config.errors import naming
 from src.config.settings import write_yaml
@@ -121,7 +120,7 @@ class Tracker:
         self._bar.set_description_str("saving")
         with naming(self.folder / "metrics.jsonl"):
             os.fsync(self._metrics.fileno())
-        return {"metrics_bytes": self._metrics.seek(0, os.SEEK_END)}
+        return {"metrics_bytes": self._metrics.seek(0, os.SEEK_END), "folder": str(self.folder.resolve())}
 
     def log_stop(self, reason: str, checkpoint: Path | None) -> None:
         """Write that the run was stopped, and how to resume it."""
@@ -156,8 +155,8 @@ class Tracker:
             "peak_memory_bytes": peaks,
             **vars(run.launch),
         }
-        write_status(self.folder, {"status": "done", "step": progress.step})
         write_json(self.folder / "summary.json", summary)
+        write_status(self.folder, {"status": "done", "step": progress.step})
         self._bar.set_description_str(self._facts)
         self._bar.close()
         self.tell(
@@ -182,7 +181,7 @@ class Tracker:
         with naming(self.folder / "metrics.jsonl"):
             if entry["step"] == self._first:  # replace an evaluation of this step that is there already
                 self._metrics.truncate(self._length)
-            self._metrics.write(json.dumps(entry | tables).encode() + b"\n")
+            self._metrics.write(json_text(entry | tables).encode() + b"\n")
             self._metrics.flush()
             self._length = self._metrics.tell()
         return entry, tables

@@ -6,8 +6,10 @@ Importing wandb takes half a second: it is imported where it is used, by the pro
 import base64
 import contextlib
 import io
+import logging
 import os
 import shlex
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ from PIL import Image
 
 from src.checkpoint.export import replacing
 from src.checkpoint.files import list_checkpoints, step_of
+from src.config.settings import write_yaml
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
 from src.tracking.guard import tracked_config
 from src.tracking.part import Entry, Part, Tables
 from src.training.run import Run
 
+SRC = Path(__file__).parents[1]
 ARTIFACTS = Path("artifacts")
 """Folder for downloaded artifacts, each in a subfolder of its full name."""
 
@@ -63,32 +67,38 @@ class WandbPart(Part):
 
     def start(self) -> None:
         """Start or, by its id, resume the run; offline if online fails."""
+        logging.raiseExceptions = False  # W&B's log on a full disk: 30 lines for each record that cannot be written
         config, why = self._run.config, "as set"
         wandb = self._wandb = import_module("wandb")
-        if self._mode == "auto":
-            self._mode = "online"
-            if not wandb.login(prompt=False, verify=False):
-                self._mode, why = "offline", "no credentials: `wandb login` for online"
+        # what is None has the value of its variable
         arguments: dict[str, Any] = {
             **config.wandb.model_dump(exclude={"mode", "model", "checkpoints"}),
+            "tags": config.wandb.tags or None,
             "project": config.wandb.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
             "id": self._id,
             "resume": "allow",
-            "name": config.run_name,
+            "name": os.environ.get("WANDB_NAME", config.run_name),
             "config": tracked_config(self._run),
-            "dir": os.environ.get("WANDB_DIR") or config.folder,
-            "settings": wandb.Settings(silent=True, save_code=True, finish_timeout=120.0, finish_timeout_raises=True),
+            "dir": os.environ.get("WANDB_DIR", config.folder),
+            "settings": wandb.Settings(silent=True, finish_timeout=120.0, finish_timeout_raises=True),
         }
         try:
+            if self._mode == "auto":
+                self._mode = "online"
+                if not wandb.login(prompt=False, verify=False):
+                    self._mode, why = "offline", "no credentials: `wandb login` for online"
             run = wandb.init(mode=self._mode, **arguments)
         except wandb.errors.Error as error:
             why = f"could not go online: {str(error).splitlines()[0]}"
             wandb.teardown()  # frees the id
             run = wandb.init(mode="offline", **arguments)
         self._wandb_run = run
+        if run.settings.save_code:
+            self._save_code()
         if run.offline:  # without a URL, and asking for it warns
             self.where = f"offline ({why})"
-            self.closing = f"  upload     wandb sync {shlex.quote(str(Path(run.settings.sync_dir)))}"
+            sessions = Path(run.settings.wandb_dir, "offline-run-")
+            self.closing = f"  upload     wandb sync {shlex.quote(str(sessions))}*-{self._id}*"
         else:
             self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         run.define_metric("step", hidden=True)
@@ -119,13 +129,21 @@ class WandbPart(Part):
         with contextlib.suppress(Exception):
             self._wandb.teardown()
 
+    def _save_code(self) -> None:
+        """Save src, with tasks that no commit has yet, and the settings, beside W&B's own copy of train.py."""
+        run = self._wandb_run
+        code = Path(run.dir, "code")
+        shutil.copytree(SRC, code / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        (code / "config.yaml").write_text(write_yaml(self._run.origin.settings))
+        for file in code.rglob("*.*"):
+            run.save(file, base_path=run.dir, policy="now")
+
     def _save_checkpoints(self) -> None:
         """Log the checkpoints that have appeared since the last call."""
         config = self._run.config
-        for checkpoint in reversed(list_checkpoints(config.folder / "checkpoints")):
-            if checkpoint in self._logged:
-                continue
-            self._logged.add(checkpoint)
+        new = {*list_checkpoints(config.folder / "checkpoints")} - self._logged
+        self._logged |= new
+        for checkpoint in sorted(new, key=step_of):
             with contextlib.suppress(FileNotFoundError, ValueError):  # W&B's: it was deleted meanwhile
                 self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, f"step-{step_of(checkpoint)}")
 
