@@ -5,11 +5,11 @@ Importing wandb takes half a second: it is imported where it is used, by the pro
 
 import base64
 import contextlib
+import inspect
 import io
 import logging
 import os
 import shlex
-import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from src.tracking.guard import tracked_config
 from src.tracking.part import Entry, Part, Tables
 from src.training.run import Run
 
-SRC = Path(__file__).parents[1]
 ARTIFACTS = Path("artifacts")
 """Folder for downloaded artifacts, each in a subfolder of its full name."""
 
@@ -94,7 +93,11 @@ class WandbPart(Part):
             run = wandb.init(mode="offline", **arguments)
         self._wandb_run = run
         if run.settings.save_code:
-            self._save_code()
+            code, task = Path(run.dir, "code"), Path(inspect.getfile(type(config.task)))
+            code.mkdir(exist_ok=True)  # where W&B puts train.py
+            (code / task.name).write_bytes(task.read_bytes())
+            (code / "config.yaml").write_text(write_yaml(self._run.origin.settings))
+            run.save(code / "*", base_path=run.dir, policy="now")
         if run.offline:  # without a URL, and asking for it warns
             self.where = f"offline ({why})"
             sessions = Path(run.settings.wandb_dir, "offline-run-")
@@ -128,15 +131,6 @@ class WandbPart(Part):
                     process.kill()
         with contextlib.suppress(Exception):
             self._wandb.teardown()
-
-    def _save_code(self) -> None:
-        """Save src, with tasks that no commit has yet, and the settings, beside W&B's own copy of train.py."""
-        run = self._wandb_run
-        code = Path(run.dir, "code")
-        shutil.copytree(SRC, code / "src", ignore=shutil.ignore_patterns("__pycache__"))
-        (code / "config.yaml").write_text(write_yaml(self._run.origin.settings))
-        for file in code.rglob("*.*"):
-            run.save(file, base_path=run.dir, policy="now")
 
     def _save_checkpoints(self) -> None:
         """Log the checkpoints that have appeared since the last call."""
