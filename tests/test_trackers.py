@@ -205,12 +205,12 @@ def test_wandbs_own_variables(launch: Launch) -> None:  # room: wandb
 
 
 def test_it_has_the_code_of_the_task_and_the_settings(recorded: Run, sessions: Any) -> None:  # room: wandb
-    """In the run's folder until they are uploaded. Tried without: train.py alone."""
-    *_, folder = sorted(recorded.folder.glob("wandb/offline-run-*/files/code"))
-    saved = {file["path"] for row in sessions[-1] if "files" in row for file in row["files"]["files"]}
-    assert {"code/train.py", "code/mnist.py", "code/config.yaml"} <= saved
-    assert (folder / "mnist.py").read_text() == (PROJECT / "src/tasks/mnist.py").read_text()
-    assert yaml.safe_load((folder / "config.yaml").read_text())["task"]["source"] == "digits"
+    """As they were at the start. Tried without: train.py alone."""
+    (code,) = (row["artifact"] for row in sessions[-1] if row.get("artifact", {}).get("type") == "code")
+    texts = {file["path"]: Path(file["local_path"]).read_text() for file in code["manifest"]["contents"]}
+    assert texts.keys() == {"mnist.py", "config.yaml"}
+    assert texts["mnist.py"] == (PROJECT / "src/tasks/mnist.py").read_text()
+    assert yaml.safe_load(texts["config.yaml"])["task"]["source"] == "digits"
 
 
 def test_all_sessions_of_a_run_are_uploaded(recorded: Run) -> None:  # room: wandb

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -102,7 +102,7 @@ def make_readable(file: Path) -> None:
     courtesy(file.chmod, file.stat().st_mode | file.parent.stat().st_mode & 0o666)
 
 
-def courtesy(call: Callable[..., object], *arguments: Any) -> None:
+def courtesy(call: Any, *arguments: Any) -> None:
     """Call what some file systems, such as those over a network, refuse, and files do without."""
     try:
         call(*arguments)
@@ -117,9 +117,9 @@ def file_facts(file: Path) -> Json:
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def json_text(content: Any, indent: int | None = None) -> str:
+def json_text(content: Any, **layout: Any) -> str:
     """Return `content` as JSON, which has no NaN and no infinity: they become null."""
-    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), indent=indent)
+    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), **layout)
 
 
 def write_json(file: Path, content: Any) -> None:

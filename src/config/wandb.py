@@ -10,10 +10,9 @@ from pydantic import Field
 from src.config.settings import Settings
 
 Keep = Literal["no", "reference", "copy"]
-PROJECT = r"[^/\\#?%:]{1,128}"
 RULES = {
     "WANDB_MODE": "online|offline|disabled|shared|run|dryrun",
-    "WANDB_PROJECT": PROJECT,
+    "WANDB_PROJECT": r"[^/\\#?%:]{1,128}",
     "WANDB_TAGS": "[^,]{1,64}(,[^,]{1,64})*",
     "WANDB_API_KEY": r"\S+",
 }
@@ -25,12 +24,12 @@ class Wandb(Settings):
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: WANDB_MODE or WANDB_DISABLED, else online if there are credentials, else offline."""
-    project: Annotated[str | None, Field(pattern=f"^{PROJECT}$")] = None
+    project: Annotated[str | None, Field(pattern=f"^{RULES['WANDB_PROJECT']}$")] = None
     """Project of the run; null: WANDB_PROJECT, else accelerate-template."""
     entity: str | None = None
     """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
-    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = []
-    """Labels to filter runs by; []: WANDB_TAGS."""
+    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] | None = None
+    """Labels to filter runs by; null: WANDB_TAGS."""
     group: str | None = None
     """Group that related runs share; null: WANDB_RUN_GROUP."""
     job_type: str | None = None

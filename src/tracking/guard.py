@@ -11,7 +11,6 @@ from typing import Any
 
 from src.config.errors import cause
 from src.config.terminal import say
-from src.tasks.base import Tables
 from src.tracking.part import Entry, Part
 from src.training.run import Run
 
@@ -44,11 +43,11 @@ class Guarded(Part):
             self._tell(HANG_SECONDS, self._part.start)
         self.where, self._has_started = self._part.where, True
 
-    def log(self, entry: Entry, tables: Tables) -> None:
-        self._tell(0, self._part.log, entry, tables)
+    def log(self, *results: Any) -> None:
+        self._tell(0, self._part.log, *results)
 
-    def end(self, summary: Entry | None, crash: str | None) -> None:
-        self._tell(HANG_SECONDS, self._part.end, summary, crash)
+    def end(self, *how: Any) -> None:
+        self._tell(HANG_SECONDS, self._part.end, *how)
         self._thread.close()
         self.closing = self._part.closing
 
@@ -63,8 +62,6 @@ class Guarded(Part):
             self._fail(f"no answer for {HANG_SECONDS:.0f} seconds")
 
     def _call(self, method: Callable[..., object], *arguments: Any) -> None:
-        if self.failure:
-            return
         self._busy_since = time.monotonic()
         try:
             method(*arguments)

@@ -72,7 +72,6 @@ class WandbPart(Part):
         # what is None has the value of its variable
         arguments: dict[str, Any] = {
             **config.wandb.model_dump(exclude={"mode", "model", "checkpoints"}),
-            "tags": config.wandb.tags or None,
             "project": config.wandb.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
             "id": self._id,
             "resume": "allow",
@@ -93,15 +92,14 @@ class WandbPart(Part):
             run = wandb.init(mode="offline", **arguments)
         self._wandb_run = run
         if run.settings.save_code:
-            code, task = Path(run.dir, "code"), Path(inspect.getfile(type(config.task)))
-            code.mkdir(exist_ok=True)  # where W&B puts train.py
-            (code / task.name).write_bytes(task.read_bytes())
-            (code / "config.yaml").write_text(write_yaml(self._run.origin.settings))
-            run.save(code / "*", base_path=run.dir, policy="now")
+            code = wandb.Artifact(f"code-{self._id}", "code")
+            code.add_file(inspect.getfile(type(config.task)))
+            with code.new_file("config.yaml") as file:
+                file.write(write_yaml(self._run.origin.settings))
+            run.log_artifact(code)
         if run.offline:  # without a URL, and asking for it warns
             self.where = f"offline ({why})"
-            sessions = Path(run.settings.wandb_dir, "offline-run-")
-            self.closing = f"  upload     wandb sync {shlex.quote(str(sessions))}*-{self._id}*"
+            self.closing = f"  upload     wandb sync {shlex.quote(run.settings.wandb_dir)}/offline-run-*-{self._id}*"
         else:
             self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         run.define_metric("step", hidden=True)
