@@ -27,21 +27,15 @@ from src.tracking.guard import tracked_config
 from src.tracking.part import Entry, Part, Tables
 from src.training.run import Run
 
-ARTIFACTS = Path("artifacts")
-"""Folder for downloaded artifacts, each in a subfolder of its full name."""
-
-SERVICE = ("wandb-core", "gpu_stats")
-"""Prefixes of the names of W&B's own processes."""
-
 
 def download_artifact(name: str) -> Path:
-    """Download an artifact, entity/project/name:alias, and return its folder. One process of each machine downloads it,
-    and the others wait. Raise W&B's error if that fails."""
+    """Download an artifact, entity/project/name:alias, into artifacts/, and return its folder. One process of each
+    machine downloads it, and the others wait. Raise W&B's error if that fails."""
     wandb = import_module("wandb")
     if not wandb.login(prompt=False, verify=False):
         raise ValueError("no credentials: `wandb login` first")
     artifact = wandb.Api().artifact(name)
-    folder = ARTIFACTS / artifact.qualified_name  # with a version, not an alias
+    folder = Path("artifacts", artifact.qualified_name)  # with a version, not an alias
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -125,7 +119,7 @@ class WandbPart(Part):
         """Kill W&B's processes: this one could not exit while one of them hangs."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.name().startswith(SERVICE):
+                if process.name().startswith(("wandb-core", "gpu_stats")):
                     process.kill()
         with contextlib.suppress(Exception):
             self._wandb.teardown()
