@@ -218,8 +218,9 @@ def test_all_sessions_of_a_run_are_uploaded(recorded: Run) -> None:  # room: wan
     """As W&B reads the command; it puts them in order. Tried with the last one's folder: one."""
     (line,) = lines(recorded, "upload")
     command = f"{line.split(maxsplit=1)[1]} --dry-run".replace("wandb", str(BIN / "wandb"), 1)
-    variables = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    shown = run_command(["sh", "-c", command], recorded.folder, **variables).succeeded()
+    shown = run_command(
+        ["sh", "-c", command], recorded.folder, WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9"
+    ).succeeded()
     assert "Would sync 2 run(s)" in shown.stdout + shown.stderr
 
 

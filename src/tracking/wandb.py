@@ -93,7 +93,7 @@ class WandbPart(Part):
             run.log_artifact(code)
         if run.offline:  # without a URL, and asking for it warns
             self.where = f"offline ({why})"
-            self.closing = f"  upload     wandb sync {shlex.quote(run.settings.wandb_dir)}/offline-run-*-{self._id}*"
+            self.closing = f"  upload     wandb sync {shlex.quote(run.settings.wandb_dir)}/offline-run-*-{self._id}"
         else:
             self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         run.define_metric("step", hidden=True)
@@ -113,7 +113,7 @@ class WandbPart(Part):
             run.summary.update(summary)
         else:
             run.mark_preempting()
-        run.finish(exit_code=0 if summary and not crash else 1)
+        run.finish(exit_code=0 if summary else 1)
 
     def abandon(self) -> None:
         """Kill W&B's processes: this one could not exit while one of them hangs."""
