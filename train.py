@@ -17,7 +17,7 @@ if __name__ == "__main__":  # the imports below take seconds: answer signals, --
 import torch
 
 from src.checkpoint.export import export_model, push_to_hub
-from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
+from src.checkpoint.resume import explaining_lost_machine, find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, entry_point, leave, num_machines
@@ -164,7 +164,7 @@ def build(config: Config) -> Run | None:
     store = open_store(accelerator, config)
     resume = find_checkpoint(accelerator, config, store)
     if resume.is_finished:
-        accelerator.print(f"{config.folder}: this run has finished; to train longer, raise --epochs or --max_steps")
+        accelerator.print(f"{config.folder}: this run has finished; {resume.progress.end_note(config.early_stopping)}")
         leave(accelerator)
         return None
 
@@ -211,7 +211,7 @@ def main() -> None:
         if not is_right:
             raise SystemExit(1)
         return
-    with explaining_memory("step", run):
+    with explaining_memory("step", run), explaining_lost_machine(run):
         is_done = fit(run)
     leave(run.accelerator)
     if is_done and config.push_to_hub and run.is_main:

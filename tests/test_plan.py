@@ -243,7 +243,7 @@ def test_at_the_edge_of_80_gb(text: str, tmp_path: Path, more: str) -> None:
 @needs_null_gpu
 @pytest.mark.parametrize(
     ("length", "batch", "helps"),
-    [(512, 64, "--micro_batch_size=32 ("), slow(32_768, 1, "accelerate_configs/fsdp_cp.yaml with cp_size=2 (")],
+    [(512, 64, "--micro_batch_size=32, "), slow(32_768, 1, "accelerate_configs/fsdp_cp.yaml, ")],
 )
 def test_out_of_memory_it_says_what_would_help(text: str, tmp_path: Path, length: int, batch: int, helps: str) -> None:
     """Tried without the decorator: a traceback."""
@@ -254,7 +254,7 @@ def test_out_of_memory_it_says_what_would_help(text: str, tmp_path: Path, length
     assert run.exit_code == 2
     assert "Traceback" not in run.stderr
     assert "out of memory in the step, on a GPU of 1.1 GB, 0.0 GB outside torch: parameters 0.0, " in message
-    assert re.search(r"activations [\d.]+; what would help: --activation_checkpointing=true \(0.\d GB\), ", message)
+    assert re.search(r"activations [\d.]+; what would help: --activation_checkpointing=true, ", message)
     assert helps in message
     assert "python -m src.tools.plan" in message
 

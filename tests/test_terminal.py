@@ -5,12 +5,14 @@ import os
 import pty
 import re
 import shutil
+import signal
 import struct
 import sys
 import termios
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,11 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from src.distributed import process
 from src.tasks.mnist import Mnist
 from src.tracking.summary import MOST_CHARACTERS, shown
 from tests.faults.runs import ALL, TINY, contents
-from tests.launching import PROJECT, WRITES_TO, Launch, Whole, needs, run_command
+from tests.launching import PROJECT, WRITES_TO, Launch, Started, Whole, needs, run_command, slow
 
 CAN_EVALUATE = (PROJECT / "src/tools/evaluate.py").exists()
 SHORT = ("--max_steps=6", "--log_every=2", "--eval_every=3", "--save_every=3", "--task.source=digits")
@@ -100,6 +103,57 @@ say("goes on")
 def test_a_process_that_is_killed_while_it_speaks_silences_no_other(tmp_path: Path) -> None:
     """As a worker that loads data. Tried with tqdm's own lock, which they would share: it waits for ever."""
     assert run_command([sys.executable, "-c", KILLED], tmp_path).stdout == "begins\ngoes on\n"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "arguments", "ends", "last"),
+    [
+        ("ddp", ("--bad=1",), {}, "train.py: --bad=1: unknown setting"),
+        slow("cpu", ("--bad=1",), {}, "train.py: --bad=1: unknown setting"),
+        slow("ddp", SHORT, {"FAULT": "raise", "FAULT_STEP": "3"}, "[rank0]: RuntimeError: the root cause"),
+        slow("cpu", SHORT, {"FAULT": "raise", "FAULT_STEP": "3"}, "RuntimeError: the root cause"),
+        slow("ddp", (*SHORT, "--check"), {"FAULT": "nan", "FAULT_STEP": "3"}, "  report     "),
+    ],
+)
+def test_after_an_error_the_launcher_adds_nothing(
+    launch: Launch, yaml: str, arguments: tuple[str, ...], ends: dict[str, str], last: str
+) -> None:
+    """Not under what the run has said, which is what to read. Tried without `end_launcher`: 11 lines, and 41."""
+    run = launch(yaml, *arguments, real=True, **ends)
+    assert run.exit_code != 0
+    assert (run.stderr or run.stdout).splitlines()[-1].startswith(last), run.stderr
+
+
+def test_after_ctrl_c_the_last_line_says_how_to_resume(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the launcher, too. Tried without `end_launcher`: 29 lines follow."""
+    with Started("ddp", *SHORT, "--max_steps=9999", folder=tmp_path / "run", real=True) as started:
+        started.wait_for("step ")
+        os.killpg(started.family[0].pid, signal.SIGINT)
+        started.ended()
+        stopped = started.result()
+    assert stopped.status["reason"] == "SIGINT"
+    assert stopped.stdout.splitlines()[-1].startswith("stopped after step ")
+    assert "Traceback" not in stopped.stderr
+
+
+def test_a_launcher_that_is_quiet_or_still_needed_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes on exit code 1, starts the run again, or waits for other machines."""
+    ended: list[int] = []
+    launcher = SimpleNamespace(cmdline=lambda: ["accelerate", "launch", *options], send_signal=ended.append)
+    monkeypatch.setattr(process.psutil, "Process", lambda _: launcher)
+    monkeypatch.setattr(process, "HAS_FAILED", threading.Event())
+    process.HAS_FAILED.set()
+    options: list[str] = []
+    for name, value in (("GROUP_WORLD_SIZE", "2"), ("TORCHELASTIC_MAX_RESTARTS", "3")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            process.end_launcher()
+    options = ["--quiet"]
+    process.end_launcher()
+    assert ended == []
+    options = []
+    process.end_launcher()
+    assert ended == [signal.SIGUSR1]
 
 
 @needs_text

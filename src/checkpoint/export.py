@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.checkpoint.files import incomplete_path, make_readable, step_of
-from src.checkpoint.store import best_first, first_valid
+from src.checkpoint.store import best_first, first_valid, score_at
 from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
 from src.config.errors import RunError, explained
@@ -43,17 +43,21 @@ def export_model(run: Run, say: Callable[[str], None]) -> Metrics:
 def _load_best(run: Run, say: Callable[[str], None]) -> Metrics:
     """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
     weights, and return the last evaluation. Collective."""
-    evaluations = run.progress.evaluations
-    candidates = best_first(run.store.candidates(), run.config.checkpoint, evaluations)
-    best, damaged = first_valid(run.accelerator, candidates, run.store)
-    for path, why in damaged.items():
-        say(f"WARNING: {path}: {why}")
-    if best is None:
+    evaluations, settings = run.progress.evaluations, run.config.checkpoint
+    candidates = best_first(run.store.candidates(), settings, evaluations)
+    path, damaged = first_valid(run.accelerator, candidates, run.store)
+    for damaged_path, why in damaged.items():
+        say(f"WARNING: {damaged_path}: {why}")
+    if path is None:
         say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return run.progress.evaluation
-    say(f"exporting the best checkpoint, {best}")
-    load_tensors(best, run.model)
-    return evaluations[step_of(best)]
+    say(f"exporting the best checkpoint, {path}")
+    step, best = step_of(path), max(evaluations, key=lambda step: score_at(step, settings, evaluations))
+    if score_at(best, settings, evaluations) > score_at(step, settings, evaluations):
+        was, now = (f"{settings.metric} {evaluations[n][settings.metric]:.6g}" for n in (best, step))
+        say(f"WARNING: step {best} was better ({was}, not {now}), but its checkpoint is not there any more")
+    load_tensors(path, run.model)
+    return evaluations[step]
 
 
 @contextlib.contextmanager

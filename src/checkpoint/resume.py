@@ -1,5 +1,8 @@
 """Find the checkpoint that a run resumes from, and restore the run from it."""
 
+import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -7,7 +10,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
 from src.checkpoint.compatibility import note_changes, read_state, require_same_origin, require_whole_metrics
-from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings
+from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings, step_of
 from src.checkpoint.integrity import Damaged, quarantine
 from src.checkpoint.output_dir import claim, folder_errors
 from src.checkpoint.rng import random_file, restore_random_state
@@ -15,10 +18,11 @@ from src.checkpoint.status import answer_at_start
 from src.checkpoint.store import Store, first_valid
 from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
-from src.config.errors import UserError, refuse
+from src.config.errors import RunError, UserError, refuse
 from src.config.settings import Change, flatten, marked
-from src.distributed.accelerator import Launch, library_versions
+from src.distributed.accelerator import Launch, library_versions, num_machines
 from src.distributed.launcher import resume_command
+from src.distributed.process import COLLECTIVE_FAILED, TIMED_OUT, leave_it_to_others
 from src.tasks.base import Examples
 from src.training.progress import Progress
 from src.training.run import Run
@@ -150,6 +154,22 @@ def load_checkpoint(run: Run) -> None:
     # each process has its own dropout masks, which depend on the number of processes
     if saved.origin.num_processes == run.world_size:
         restore_random_state(checkpoint / random_file(run.rank), run.device)
+
+
+@contextlib.contextmanager
+def explaining_lost_machine(run: Run) -> Iterator[None]:
+    """Turn a collective's error into a RunError that says where the run resumes, if another machine was lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_lost = re.search(COLLECTIVE_FAILED, str(error)) and not re.search(TIMED_OUT, str(error))
+        if num_machines() == 1 or not is_lost:
+            raise
+        leave_it_to_others()  # if a process of this machine failed
+        newest = next(iter(run.store.candidates()), None)
+        resumes = f"resume from step {step_of(newest)}" if newest else "start over, as there is no checkpoint yet"
+        lost = f"a process on another machine was lost after step {run.progress.step}"
+        raise RunError(f"{lost}: run the same command on all machines; they {resumes}") from error
 
 
 def _has_ended(config: Config) -> bool:

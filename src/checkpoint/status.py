@@ -9,7 +9,7 @@ from typing import NoReturn
 from src.checkpoint.files import Json, write_json
 from src.config.config import Config
 from src.config.terminal import say
-from src.distributed.process import SIGNALS
+from src.distributed.process import SIGNALS, end_launcher
 from src.training.state import ResumePoint
 
 WRITING = RLock()
@@ -42,6 +42,7 @@ def answer_at_start(config: Config, resume: ResumePoint, is_main: bool) -> None:
 def _stop_at_start(config: Config, resume: ResumePoint, reason: str) -> NoReturn:
     with WRITING:  # never released: nothing else may be written
         write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, resume.command)
+        end_launcher()
         os._exit(0)  # whatever the main thread is doing
 
 

@@ -1,5 +1,6 @@
 """Where the checkpoints of a run are, which is the newest valid one, and which ones to keep."""
 
+import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -102,9 +103,11 @@ def chosen(whole: list[Path], settings: Checkpoint, evaluations: Evaluations) ->
 def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
     """Return the checkpoints whose step was evaluated, sorted by checkpoint.metric, best first; ties keep their
     order."""
-    scores = {}
-    for path in checkpoints:
-        results = evaluations.get(step_of(path), {})
-        if settings.metric in results:
-            scores[path] = score(results[settings.metric], settings.metric, settings.mode)
-    return sorted(scores, key=scores.__getitem__, reverse=True)
+    scores = {path: score_at(step_of(path), settings, evaluations) for path in checkpoints}
+    return sorted((path for path in scores if scores[path] > -math.inf), key=scores.__getitem__, reverse=True)
+
+
+def score_at(step: int, settings: Checkpoint, evaluations: Evaluations) -> float:
+    """Return the score of a step's evaluation by checkpoint.metric, higher is better; minus infinity: there is none."""
+    results = evaluations.get(step, {})
+    return score(results[settings.metric], settings.metric, settings.mode) if settings.metric in results else -math.inf

@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import psutil
+
 from src.config.errors import RunError, UserError
 from src.config.terminal import say, spare_terminals
 
@@ -25,6 +27,12 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
 """Environment variables that only accelerate's and torch's launchers set, and always do."""
+LAUNCHERS = r"\baccelerate( launch|-launch|\.commands\.launch)|\btorchrun|torch\.distributed\.run"
+"""Matches the command lines of launchers."""
+COLLECTIVE_FAILED = "gloo|NCCL|caused pair closure"
+"""Matches errors of a collective, which only say that another process has failed."""
+TIMED_OUT = "(?i)timed out|timeout caused pair closure"
+"""Matches those of one that timed out. Gloo's second message: the connection was closed as another collective had."""
 PR_SET_PDEATHSIG = 1
 """A constant in Linux's prctl.h."""
 
@@ -36,13 +44,16 @@ class Signals:
     """
 
     name: str | None = None
-    """Name of the last signal; None if there was none."""
+    """Name of the first signal; None if there was none."""
+    since = math.inf
+    """When `catch` was called, by time.monotonic(): the wall clock may jump."""
     _answer: Callable[[str], None] | None = None
     _caught: Sequence[signal.Signals] = ()
 
     def catch(self) -> None:
         """Catch the signals from now on. SIGHUP stays ignored under nohup. Other signals are caught even if the parent
         ignored them, as launchers/slurm.sbatch does to protect the launcher."""
+        self.since = time.monotonic()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -79,20 +90,23 @@ class Signals:
         first_interrupt = math.inf
         while True:
             (number,) = os.read(reader, 1)
-            if (
-                number not in self._caught
-            ):  # the pipe also gets signals that others handle, such as a data worker's death
+            if number not in self._caught:  # others handle it, such as a data worker's death
                 continue
-            self.name = signal.Signals(number).name
+            self.name = self.name or signal.Signals(number).name  # launchers answer SIGINT by SIGTERM to this process
             if number == signal.SIGINT:
                 first_interrupt = min(first_interrupt, time.monotonic())
                 if time.monotonic() > first_interrupt + 1:  # else it is the same one, forwarded
                     self.die()
             if self._answer:
                 self._answer(self.name)
+            if number == signal.SIGINT and "RANK" not in os.environ:
+                time.sleep(0.2)  # after 0.25, Accelerate's launcher prints its traceback, and ends without waiting
+                end_launcher()
 
 
 SIGNALS = Signals()
+HAS_FAILED = threading.Event()
+"""Set when this process ends with an error, after a message or a traceback."""
 
 
 @contextlib.contextmanager
@@ -107,8 +121,10 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     try:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             SIGNALS.release()  # nothing answers them any more
+            if not isinstance(error, SystemExit) or error.code:
+                HAS_FAILED.set()
             raise
     except (UserError, RunError) as error:
         if not is_first_here:
@@ -123,11 +139,9 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         remedy = "mount its disk for writing" if error.errno == errno.EROFS else "make room"
         sys.exit(f"{program}: {where} cannot be written, {error.strerror}: {remedy}, then run the same command again")
     except RuntimeError as error:
-        # a failed collective only says that another process failed
-        if re.search("gloo|NCCL|caused pair closure", str(error)):
+        if re.search(COLLECTIVE_FAILED, str(error)):
             leave_it_to_others()
-            # gloo's second message: the connection was closed because another collective had timed out
-            if re.search("(?i)timed out|timeout caused pair closure", str(error)):
+            if re.search(TIMED_OUT, str(error)):
                 message = f"process {rank} waited for timeout_minutes for another one, which hangs"
                 say(f"{program}: {message}", file=sys.stderr)
         raise
@@ -157,6 +171,26 @@ def end_with_launcher() -> None:
     """
     if any(name in os.environ for name in LAUNCHER_VARIABLES):
         end_with_parent()
+        atexit.register(end_launcher)  # before all others, and so called last: this process ends with its launcher
+
+
+def end_launcher() -> None:
+    """End the launcher after an error or Ctrl-C, once this process has said what happened: its own traceback, of 11
+    lines in Accelerate's and 41 in torch's, would bury that.
+
+    SIGUSR1 ends it without a word, as it has no handler for it. A launcher that tries again, or that other machines
+    wait for, goes on.
+    """
+    value = os.environ.get
+    if value("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or value("GROUP_WORLD_SIZE", "1") != "1":
+        return
+    with contextlib.suppress(psutil.Error):
+        launcher = psutil.Process(os.getppid())
+        command = " ".join(launcher.cmdline())
+        was_interrupted = SIGNALS.name == "SIGINT" and value("LOCAL_RANK", "0") == "0"
+        is_quiet = "--quiet" in command and "RANK" not in os.environ  # with several processes, that does nothing
+        if re.search(LAUNCHERS, command) and (was_interrupted or (HAS_FAILED.is_set() and not is_quiet)):
+            launcher.send_signal(signal.SIGUSR1)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
 
@@ -55,13 +54,13 @@ class StopSignal:
         self.sums = HostSums(accelerator, config.timeout_minutes)
         """Carries the request to all processes: neither they nor the loop wait for the device."""
         self._max_hours = config.max_hours
-        self._deadline = psutil.Process().create_time() + (config.max_hours or math.inf) * 3600
+        self._deadline = SIGNALS.since + (config.max_hours or math.inf) * 3600
         self._begin()
 
     @property
     def reason(self) -> str | None:
         """Return why this process should stop; None if it need not."""
-        return SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.time() > self._deadline else None)
+        return SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.monotonic() > self._deadline else None)
 
     @property
     def requested(self) -> bool:

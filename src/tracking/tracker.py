@@ -159,8 +159,10 @@ class Tracker:
         write_status(self.folder, {"status": "done", "step": progress.step})
         self._bar.set_description_str(self._facts)
         self._bar.close()
+        early = run.config.early_stopping
         self.tell(
             f"done in {tqdm.format_interval(progress.seconds)}: {evaluation_line(evaluation)}",
+            *([progress.end_note(early)] if progress.is_out_of_patience(early) else []),
             f"  model      {shlex.quote(str(self.folder))}/model",
             f"  log        {self.folder}/metrics.jsonl, summary.json, config.yaml",
         )

@@ -53,26 +53,23 @@ def tensors_of(run: Run) -> dict[str, list[Tensor]]:
 
 
 def _explain(run: Run) -> str:
-    """Return what held the memory, and the three changes that would save the most."""
+    """Return what held the memory, and three changes that save some, those of the larger part first."""
     held = {name: sum(t.nbytes for t in of if t.is_cuda) for name, of in tensors_of(run).items()}
     state = sum(held.values())
-    held["activations"] = rest = torch.cuda.max_memory_allocated() - state
+    held["activations"] = torch.cuda.max_memory_allocated() - state
 
-    size, world_size = run.config.forward_batch_size(run.data_size), run.world_size
-    blocks = len(repeating_blocks(run.accelerator.unwrap_model(run.model)))
-    saves: dict[str, float] = {}
-    if not run.launch.strategy.endswith("offload") and run.cp_size == 1:
-        shards = world_size if run.accelerator.is_fsdp2 else 1
-        gpus = max(2 * shards, world_size)
-        saves["accelerate_configs/fsdp_offload.yaml"] = state
-        saves[f"accelerate_configs/fsdp.yaml on {gpus} GPUs"] = state * (1 - shards / gpus)
+    size = run.config.forward_batch_size(run.data_size)
+    has_blocks = bool(repeating_blocks(run.accelerator.unwrap_model(run.model)))
+    saves_activations, saves_state = [], ["accelerate_configs/fsdp.yaml on more GPUs"]
+    if has_blocks and not run.config.activation_checkpointing:
+        saves_activations.append("--activation_checkpointing=true")
     if size > 1:
-        saves[f"--micro_batch_size={size // 2}"] = rest / 2
+        saves_activations.append(f"--micro_batch_size={size // 2}")
     elif run.task.splits_sequences:
-        saves[f"accelerate_configs/fsdp_cp.yaml with cp_size={2 * run.cp_size}"] = rest / 2
-    if blocks and not run.config.activation_checkpointing:
-        saves["--activation_checkpointing=true"] = rest * (1 - 1 / blocks)
-    saves["PYTORCH_ALLOC_CONF=expandable_segments:True"] = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    most = sorted(saves.items(), key=lambda item: -item[1])[:3]
+        saves_activations.append("accelerate_configs/fsdp_cp.yaml")
+    if not run.launch.strategy.endswith("offload"):
+        saves_state.append("accelerate_configs/fsdp_offload.yaml")
+    is_state_larger = state > held["activations"]
+    hints = saves_state + saves_activations if is_state_larger else saves_activations + saves_state
     holds = ", ".join(f"{name} {size / GB:.1f}" for name, size in held.items())
-    return f": {holds}; what would help: " + ", ".join(f"{name} ({size / GB:.1f} GB)" for name, size in most)
+    return f": {holds}; what would help: " + ", ".join(hints[:3])

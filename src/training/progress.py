@@ -245,3 +245,10 @@ class Progress:
     def is_out_of_patience(self, settings: EarlyStopping) -> bool:
         """Return whether early stopping ends the run: the same on all processes, and after a resume."""
         return settings.metric is not None and self.evaluations_without_gain >= settings.patience
+
+    def end_note(self, settings: EarlyStopping) -> str:
+        """Return which setting makes a finished run longer."""
+        if not self.is_out_of_patience(settings):
+            return "to train longer, raise --epochs or --max_steps"
+        stale = f"{settings.metric} has not improved in {self.evaluations_without_gain} evaluations"
+        return f"ended by early stopping, as {stale}; to train longer, raise --early_stopping.patience"

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,23 @@ def test_the_newest_and_the_best_are_kept_and_the_best_is_exported(judged: Run) 
     assert_equal(weights(judged), {name: saved[f"model.{name}"] for name in weights(judged)})
 
 
+def test_a_best_checkpoint_that_is_gone_is_named(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """`export_best` is asked for when the run is done, and only the newest were kept. Tried without: the best of these
+    is called the best."""
+    steps = ("--eval_every=2", "--save_every=2", "--checkpoint.mode=max")
+    folder = shutil.copytree(whole("cpu", *TINY, *steps).folder, tmp_path / "run")
+    again = launch("cpu", *TINY, *steps, "--checkpoint.export_best=true", folder=folder).succeeded()
+    losses = {record["step"]: record["eval/loss"] for record in evaluations(again)}
+    best, (kept, last) = max(losses, key=losses.__getitem__), checkpoints(folder)
+    left = max(kept, last, key=losses.__getitem__)
+    assert best < kept
+    assert f"exporting the best checkpoint, {folder}/checkpoints/step_{left:08d}" in again.stdout
+    was, now = (f"eval/loss {losses[step]:.6g}" for step in (best, left))
+    assert (
+        f"WARNING: step {best} was better ({was}, not {now}), but its checkpoint is not there any more" in again.stdout
+    )
+
+
 def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launch: Launch, tmp_path: Path) -> None:
     """Tried without the reset for another metric: no further step; with one at each resume: it trains past step 8."""
     early = ("metric=eval/loss", "min_delta=100", "patience=3")
@@ -196,6 +214,11 @@ def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launc
     stopped = launch("ddp", *arguments).succeeded()
     assert stopped.summary["step"] == 8
     assert stopped.status["status"] == "done"
+    why = "ended by early stopping, as eval/loss has not improved in 3 evaluations"
+    advice = f"{why}; to train longer, raise --early_stopping.patience"
+    assert advice in stopped.stdout.splitlines()
+    finished = launch("cpu", *arguments, folder=stopped.folder).succeeded()
+    assert finished.stdout.splitlines()[-1] == f"{stopped.folder}: this run has finished; {advice}"
     assert found(stopped.folder, *arguments).is_finished
     resumed = launch("cpu", *arguments, folder=cut_back(stopped, tmp_path / "run", 4)).succeeded()
     assert [record["step"] for record in evaluations(resumed)] == [2, 4, 6, 8]

@@ -72,7 +72,12 @@ def test_after_a_host_died_the_run_resumes_exactly_on_the_other(launch: Launch, 
         first, _ = hosts.start("multi_node_ddp", folder, *SHORT)
         first.wait_for("step     12/")
         hosts.hosts["host2"].close()
-        assert first.result().exit_code == 1
+        left = first.result()
+    assert left.exit_code == 1
+    lost = r"train\.py: a process on another machine was lost after step \d+: run the same command on all machines; "
+    (message,) = left.messages
+    assert re.fullmatch(f"{lost}they resume from step 8", message)
+    assert 'train.py", line' not in left.stderr, "a traceback"
     assert checkpoints(folder) == [8]
     assert_same_run(launch("ddp", *SHORT, folder=folder).succeeded(), whole("ddp", *SHORT))
 
