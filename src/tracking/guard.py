@@ -62,6 +62,8 @@ class Guarded(Part):
             self._fail(f"no answer for {HANG_SECONDS:.0f} seconds")
 
     def _call(self, method: Callable[..., object], *arguments: Any) -> None:
+        if self.failure:
+            return
         self._busy_since = time.monotonic()
         try:
             method(*arguments)
