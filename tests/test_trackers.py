@@ -18,8 +18,10 @@ from trackio.sqlite_storage import SQLiteStorage
 
 from src.tracking import guard
 from src.tracking.guard import Guarded
-from src.tracking.part import Part
-from tests.faults.runs import ALL, assert_same_run, checkpoints, curve, lines, without_times
+from src.tracking.part import Part, Parts
+from src.training.progress import Progress
+from src.training.state import RunState
+from tests.faults.runs import ALL, ORIGIN, assert_same_run, checkpoints, curve, lines, without_times
 from tests.launching import BIN, PROJECT, Launch, Run, Whole, mistakes, run_command, slow
 from train import run_settings
 
@@ -164,6 +166,109 @@ def test_it_has_the_model_and_the_checkpoints_as_artifacts(recorded: Run, sessio
 
 NO_ARTIFACT = "resume=wandb:me/digits/checkpoint-x:best: cannot be downloaded, "  # room: wandb
 FROM_ARTIFACT = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best")  # room: wandb
+
+
+REFUSED = "is set in the environment, but not to what W&B takes: "  # room: wandb
+
+
+def test_what_wandb_would_refuse_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
+    """By the rules in its own settings. Tried without: the run is trained, and its log lost."""
+    assert mistakes("--task.source=digits", "--wandb.project=a/b", f"--wandb.tags=[{'x' * 65}]") == [
+        "--wandb.project=a/b: String should match pattern '^[^/\\\\#?%:]{1,128}$'",
+        f"--wandb.tags=[{'x' * 65}]: String should have at most 64 characters",
+    ]
+    for name, value in {"PROJECT": "a/b", "TAGS": f"a,{'x' * 65}", "API_KEY": f"{'x' * 40}\n"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(f"WANDB_{name}", value)
+            (line,) = mistakes("--task.source=digits")
+            assert line.startswith(f"WANDB_{name} {REFUSED}")
+            assert value not in line  # keys are secret
+            assert run_settings(["--task.source=digits", "--wandb.mode=disabled"])
+            settings = import_module("wandb").Settings()
+            with pytest.raises(Exception, match="(?i)project|tag|key"):
+                settings.update_from_env_vars({f"WANDB_{name}": value})
+
+
+def test_wandbs_own_variables(launch: Launch) -> None:  # room: wandb
+    """Those that are empty are as unset; with a key that is none, the run is offline. Tried with what the settings lack
+    passed as it is: no tags, another name, and train.py is uploaded."""
+    empty = dict.fromkeys(("WANDB_MODE", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_NOTES", "WANDB_BASE_URL"), "")
+    own = {"WANDB_TAGS": "one,two", "WANDB_NAME": "mine", "WANDB_SAVE_CODE": "false", "WANDB_API_KEY": "none"}
+    run = launch("cpu", "--max_steps=1", wandb="auto", **empty, **own).succeeded()
+    (line,) = lines(run, "W&B")
+    assert line.split("  ")[-1].startswith("offline (could not go online: WANDB_API_KEY invalid: API key must have 40+")
+    (file,) = run.folder.glob("wandb/offline-run-*/*.wandb")
+    shown = run_command([str(BIN / "wandb"), "leet", "inspect", "--json", str(file)], run.folder).succeeded().stdout
+    rows = [json.loads(row) for row in shown.splitlines()]
+    (started,) = (row["run"] for row in rows if "run" in row)
+    assert (started["tags"], started["display_name"]) == (["one", "two"], "mine")
+    assert (started["project"], "notes" in started) == ("accelerate-template", False)
+    assert "code" not in [row["artifact"]["type"] for row in rows if "artifact" in row]
+
+
+def test_it_has_the_code_of_the_task_and_the_settings(recorded: Run, sessions: Any) -> None:  # room: wandb
+    """As they were at the start. Tried without: train.py alone."""
+    (code,) = (row["artifact"] for row in sessions[-1] if row.get("artifact", {}).get("type") == "code")
+    texts = {file["path"]: Path(file["local_path"]).read_text() for file in code["manifest"]["contents"]}
+    assert texts.keys() == {"mnist.py", "config.yaml"}
+    assert texts["mnist.py"] == (PROJECT / "src/tasks/mnist.py").read_text()
+    assert yaml.safe_load(texts["config.yaml"])["task"]["source"] == "digits"
+
+
+def test_all_sessions_of_a_run_are_uploaded(recorded: Run) -> None:  # room: wandb
+    """As W&B reads the command; it puts them in order. Tried with the last one's folder: one."""
+    (line,) = lines(recorded, "upload")
+    command = f"{line.split(maxsplit=1)[1]} --dry-run".replace("wandb", str(BIN / "wandb"), 1)
+    shown = run_command(
+        ["sh", "-c", command], recorded.folder, WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9"
+    ).succeeded()
+    assert "Would sync 2 run(s)" in shown.stdout + shown.stderr
+
+
+def test_it_is_said_how_to_upload_a_run_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or has crashed, but not of one that is lost. Tried with a summary asked for: nothing is said."""
+    said = list[str]()
+    monkeypatch.setattr("src.tracking.part.say", said.append)
+    here, lost = Mock(spec=Part, closing="upload this", failure=None), Mock(spec=Part, closing="that", failure="why")
+    run = Mock(is_main=True, **{"resume.own_state.return_value": None})
+    Parts(run, [lambda *_: here, lambda *_: lost]).end(None)
+    assert said == ["upload this"]
+
+
+def test_a_copy_of_a_run_gets_an_id_of_its_own(tmp_path: Path) -> None:
+    """But not a run that was moved, is reached by another path, or went on elsewhere. Tried without: both log into the
+    same run, and the copy's curve overwrites the original's."""
+    (original := tmp_path / "a").mkdir()
+    (copy := tmp_path / "b").mkdir()
+    (tmp_path / "link").symlink_to(original)
+
+    def resumed(saved_in: Path, folder: Path) -> tuple[str, list[str]]:
+        run, notes = Mock(is_main=False), list[str]()
+        run.config.folder, run.resume.notes = folder, notes
+        run.resume.own_state.return_value = RunState(
+            progress=Progress(), origin=ORIGIN, run_id="theirs", folder=str(saved_in)
+        )
+        return Parts(run, []).run_id, notes
+
+    for saved_in, folder in ((original, original), (original, tmp_path / "link"), (tmp_path / "gone", copy)):
+        assert resumed(saved_in, folder) == ("theirs", [])
+    run_id, notes = resumed(original, copy)
+    assert re.fullmatch("[0-9a-f]{8}", run_id)
+    assert notes == [f"trackers get a new run: this one was copied from {original}"]
+
+
+def test_a_full_disk_under_wandbs_own_log_is_silent(launch: Launch) -> None:  # room: wandb
+    """It is another's loss. Tried without: 30 lines on standard error for each of its records."""
+    full = (
+        "import errno, logging\n"
+        "class Full:\n"
+        "    def write(self, _):\n"
+        "        raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "logging.getLogger('wandb').addHandler(logging.StreamHandler(Full()))\n"
+        "logging.getLogger('wandb').setLevel('DEBUG')\n"
+    )
+    run = launch("cpu", "--max_steps=1", wandb="offline", before=full).succeeded()
+    assert run.stderr == ""
 
 
 def test_a_run_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb

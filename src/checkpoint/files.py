@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,6 +16,7 @@ from ruamel.yaml.error import YAMLError
 from src.config.config import Config
 from src.config.errors import naming
 from src.config.settings import read_yaml
+from src.config.terminal import say
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -22,6 +24,7 @@ INCOMPLETE = "tmp_"
 """Prefix of names of files and folders that are being written or deleted. A crash leaves them behind."""
 Json = dict[str, Any]
 """A JSON object."""
+say_once = cache(say)
 
 
 def is_number(value: Any) -> TypeGuard[float]:  # room: report examples
@@ -96,7 +99,15 @@ def incomplete_path(path: Path) -> Path:
 
 def make_readable(file: Path) -> None:
     """Let those read the file who can read its folder: safetensors ignores the umask and lets only the owner read."""
-    file.chmod(file.stat().st_mode | file.parent.stat().st_mode & 0o666)
+    courtesy(file.chmod, file.stat().st_mode | file.parent.stat().st_mode & 0o666)
+
+
+def courtesy(call: Any, *arguments: Any) -> None:
+    """Call what some file systems, such as those over a network, refuse, and files do without."""
+    try:
+        call(*arguments)
+    except OSError as error:
+        say_once(f"{call.__name__} is refused by this file system ({error.strerror}): files are saved without it")
 
 
 def file_facts(file: Path) -> Json:
@@ -106,9 +117,14 @@ def file_facts(file: Path) -> Json:
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
+def json_text(content: Any, **layout: Any) -> str:
+    """Return `content` as JSON, which has no NaN and no infinity: they become null."""
+    return json.dumps(json.loads(json.dumps(content), parse_constant=lambda _: None), **layout)
+
+
 def write_json(file: Path, content: Any) -> None:
-    """Write `content` as JSON, whole or not at all."""
-    write_text(file, json.dumps(content, indent=2) + "\n")
+    """Write `content` as JSON, as `json_text` does, whole or not at all."""
+    write_text(file, json_text(content, indent=2) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
@@ -124,17 +140,21 @@ def write_text(file: Path, text: str) -> None:
 def publish(incomplete: Path, files: Json, checkpoint: Path) -> None:
     """Add the manifest, with these entries, to an otherwise complete folder, and rename the folder to `checkpoint`.
     Raise an OSError if that exists."""
+    for file in incomplete.glob("*.safetensors"):
+        make_readable(file)
     write_json(incomplete / MANIFEST, {"files": files})
-    sync(incomplete)
+    courtesy(sync, incomplete)
     incomplete.rename(checkpoint)  # refuses to replace a folder that is not empty
-    sync(checkpoint.parent)
+    courtesy(sync, checkpoint.parent)
 
 
 def sync(path: Path) -> None:
     """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_incomplete(checkpoints: Path) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.files import STATE, file_facts, incomplete_path, make_readable, sync, write_json
+from src.checkpoint.files import STATE, file_facts, incomplete_path, sync, write_json, write_text
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.status import write_unfinished
 from src.checkpoint.tensors import rank_state_dict, run_tensors
@@ -102,8 +102,7 @@ class CheckpointWriter:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         if self._run.accelerator.is_local_main_process:
-            if writer.folder.exists():  # it was not published on this machine
-                shutil.rmtree(writer.folder, ignore_errors=True)
+            shutil.rmtree(writer.folder, ignore_errors=True)  # there if it was not published on this machine
             if not self._run.store.is_shared:
                 self._run.store.rotate(writer.state.progress.evaluations)  # fetched checkpoints
 
@@ -135,7 +134,6 @@ class StorageWriter(HuggingFaceStorageWriter):
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
         with explained(f"{self.folder / shard} cannot be written, "):
             save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
-            make_readable(self.folder / shard)
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
@@ -146,7 +144,7 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint and rotate. Called on the coordinator when all processes have written."""
-        write_json(self.folder / STATE, asdict(self.state))
+        write_text(self.folder / STATE, json.dumps(asdict(self.state)))  # bit for bit: NaN stays NaN
         files = {STATE: file_facts(self.folder / STATE)}
         for (result,) in results:
             files |= result.storage_data

@@ -114,7 +114,7 @@ class Config(PartSettings, RunSettings):
     def folder(self) -> Path:
         """Return output_dir with run_name filled in."""
         name = self.run_name
-        if "WANDB_SWEEP_ID" in os.environ:
+        if os.environ.get("WANDB_SWEEP_ID"):
             # `wandb agent` repeats one command: give each trial of a sweep its own folder
             name += f"-{os.environ.get('WANDB_RUN_ID')}"
         return Path(self.output_dir.replace("{run_name}", name))

@@ -38,7 +38,7 @@ def is_set(name: str) -> bool:
 def leftovers() -> Iterator[str]:
     """Yield an error line for each variable that describes other processes although no launcher has started any, and
     for a sweep's trial without an agent."""
-    if "WANDB_SWEEP_ID" in os.environ and "WANDB_RUN_ID" not in os.environ:
+    if os.environ.get("WANDB_SWEEP_ID") and not os.environ.get("WANDB_RUN_ID"):
         yield f"WANDB_SWEEP_ID={os.environ['WANDB_SWEEP_ID']} is set in the environment, without WANDB_RUN_ID: unset it"
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torch's launcher, as is all that Accelerate reads first
         return

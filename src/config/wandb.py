@@ -1,14 +1,22 @@
 """The settings of Weights & Biases; src/tracking/wandb.py logs to it."""
 
 import os
+import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from src.config.settings import Settings
 
 Keep = Literal["no", "reference", "copy"]
-MODES = ("auto", "online", "offline", "disabled", "shared", "run", "dryrun")
-"""The modes of wandb.init, including two old names, and our own `auto`."""
+RULES = {
+    "WANDB_MODE": "online|offline|disabled|shared|run|dryrun",
+    "WANDB_PROJECT": r"[^/\\#?%:]{1,128}",
+    "WANDB_TAGS": "[^,]{1,64}(,[^,]{1,64})*",
+    "WANDB_API_KEY": r"\S+",
+}
+"""What W&B takes for its environment variables, as regular expressions."""
 
 
 class Wandb(Settings):
@@ -16,12 +24,12 @@ class Wandb(Settings):
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: WANDB_MODE or WANDB_DISABLED, else online if there are credentials, else offline."""
-    project: str | None = None
+    project: Annotated[str | None, Field(pattern=f"^{RULES['WANDB_PROJECT']}$")] = None
     """Project of the run; null: WANDB_PROJECT, else accelerate-template."""
     entity: str | None = None
     """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
-    tags: list[str] = []
-    """Labels to filter runs by."""
+    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] | None = None
+    """Labels to filter runs by; null: WANDB_TAGS."""
     group: str | None = None
     """Group that related runs share; null: WANDB_RUN_GROUP."""
     job_type: str | None = None
@@ -43,6 +51,11 @@ class Wandb(Settings):
         return os.environ.get("WANDB_MODE") or "auto"
 
     def environment_errors(self) -> Iterator[str]:
-        """Yield an error line if WANDB_MODE is not one of W&B's modes."""
-        if self.chosen_mode not in MODES:
-            yield f"WANDB_MODE={self.chosen_mode} is set in the environment: must be online, offline or disabled"
+        """Yield an error line for each variable that W&B would refuse. Unset those that are empty, which it would too,
+        and have it save the code unless one says otherwise."""
+        for name, value in [*os.environ.items()]:
+            if name.startswith("WANDB_") and not value:
+                del os.environ[name]
+            elif not re.fullmatch(RULES.get(name, "(?s).*"), value) and self.chosen_mode != "disabled":
+                yield f"{name} is set in the environment, but not to what W&B takes: {RULES[name]}"
+        os.environ.setdefault("WANDB_SAVE_CODE", "true")

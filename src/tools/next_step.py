@@ -11,5 +11,6 @@ class NextStep(Part):
     title = "next step"
 
     def end(self, summary: Entry | None, crash: str | None) -> None:
-        word, program = self._run.task.next_step
-        self.closing = f"  {word:<10} python -m {program} {shlex.quote(str(self._run.config.folder))}"
+        if summary:
+            word, program = self._run.task.next_step
+            self.closing = f"  {word:<10} python -m {program} {shlex.quote(str(self._run.config.folder))}"

@@ -11,7 +11,6 @@ from typing import Any
 
 from src.config.errors import cause
 from src.config.terminal import say
-from src.tasks.base import Tables
 from src.tracking.part import Entry, Part
 from src.training.run import Run
 
@@ -41,31 +40,26 @@ class Guarded(Part):
         self._thread = ThreadPool(1)  # a hanging thread of it does not keep the process alive
         # trackio prints. Redirect in this thread: a hang in the part's would leave standard output redirected.
         with contextlib.redirect_stdout(io.StringIO()):
-            self._tell(self._part.start)
-            self._wait()
+            self._tell(HANG_SECONDS, self._part.start)
         self.where, self._has_started = self._part.where, True
 
-    def log(self, entry: Entry, tables: Tables) -> None:
-        self._tell(self._part.log, entry, tables)
+    def log(self, *results: Any) -> None:
+        self._tell(0, self._part.log, *results)
 
-    def end(self, summary: Entry | None, crash: str | None) -> None:
-        self._tell(self._part.end, summary, crash)
-        self._wait()
+    def end(self, *how: Any) -> None:
+        self._tell(HANG_SECONDS, self._part.end, *how)
         self._thread.close()
         self.closing = self._part.closing
 
-    def _tell(self, method: Callable[..., object], *arguments: Any) -> None:
-        """Have the thread call a method of the part."""
-        if time.monotonic() - self._busy_since > HANG_SECONDS:
+    def _tell(self, patience: float, method: Callable[..., object], *arguments: Any) -> None:
+        """Have the thread call a method of the part, and wait for that at most `patience` seconds."""
+        if self.failure:
+            return
+        call = self._thread.apply_async(self._call, (method, *arguments))
+        call.wait(patience)
+        is_late = patience and not call.ready()
+        if is_late or time.monotonic() - self._busy_since > HANG_SECONDS:
             self._fail(f"no answer for {HANG_SECONDS:.0f} seconds")
-        if not self.failure:
-            self._last = self._thread.apply_async(self._call, (method, *arguments))
-
-    def _wait(self) -> None:
-        if not self.failure:
-            self._last.wait(HANG_SECONDS)
-            if not self._last.ready():
-                self._fail(f"no answer for {HANG_SECONDS:.0f} seconds")
 
     def _call(self, method: Callable[..., object], *arguments: Any) -> None:
         if self.failure:

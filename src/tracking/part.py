@@ -1,5 +1,6 @@
 """Parts: optional code, such as W&B, that follows a run. src/parts.py lists them."""
 
+import contextlib
 import os
 import uuid
 from collections.abc import Callable
@@ -61,6 +62,9 @@ class Parts:
     def __init__(self, run: Run, makers: list[Callable[[Run, str], Part]]) -> None:
         """Create and start them."""
         self._run, own = run, run.resume.own_state(run.config)
+        if own and os.path.exists(own.folder) and not os.path.samefile(own.folder, run.config.folder):
+            run.resume.notes.append(f"trackers get a new run: this one was copied from {own.folder}")
+            own = None
         self.run_id = (own and own.run_id) or os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
         """The id under which a resumed run is logged. A sweep's agent sets the variable."""
         parts = [make(run, self.run_id) for make in makers if run.is_main]
@@ -84,11 +88,12 @@ class Parts:
         parts, self._parts = self._parts, []
         for part in parts:
             part.end(summary, crash)
-            if summary and part.closing and not part.failure:
+            if part.closing and not part.failure:
                 say(part.closing)
         failures = {part.title: part.failure for part in parts if part.failure}
         if summary and failures:
-            write_json(self._run.config.folder / "summary.json", summary | {"tracker_failures": failures})
+            with contextlib.suppress(OSError):  # they have been told, and the run is done
+                write_json(self._run.config.folder / "summary.json", summary | {"tracker_failures": failures})
 
     def __enter__(self) -> "Parts":
         return self

@@ -1,7 +1,6 @@
 """The log of a run: metrics.jsonl and the terminal. Only the main process writes it."""
 
 import contextlib
-import json
 import os
 import shlex
 import subprocess
@@ -10,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from src.checkpoint.files import parent_checkpoint, saved_settings, write_json, write_text
+from src.checkpoint.files import json_text, parent_checkpoint, saved_settings, write_json, write_text
 from src.checkpoint.status import write_status, write_stopped, write_unfinished
 from src.config.errors import naming
 from src.config.settings import write_yaml
@@ -124,7 +123,7 @@ class Tracker:
         self._bar.set_description_str("saving")
         with naming(self.folder / "metrics.jsonl"):
             os.fsync(self._metrics.fileno())
-        return {"metrics_bytes": self._metrics.seek(0, os.SEEK_END)}
+        return {"metrics_bytes": self._metrics.seek(0, os.SEEK_END), "folder": str(self.folder.resolve())}
 
     def log_stop(self, reason: str, checkpoint: Path | None) -> None:
         """Write that the run was stopped, and how to resume it."""
@@ -160,8 +159,8 @@ class Tracker:
             **vars(run.launch),
             **self._origin,
         }
-        write_status(self.folder, {"status": "done", "step": progress.step})
         write_json(self.folder / "summary.json", summary)
+        write_status(self.folder, {"status": "done", "step": progress.step})
         self._bar.set_description_str(self._facts)
         self._bar.close()
         early = run.config.early_stopping
@@ -188,7 +187,7 @@ class Tracker:
         with naming(self.folder / "metrics.jsonl"):
             if entry["step"] == self._first:  # replace an evaluation of this step that is there already
                 self._metrics.truncate(self._length)
-            self._metrics.write(json.dumps(entry | tables).encode() + b"\n")
+            self._metrics.write(json_text(entry | tables).encode() + b"\n")
             self._metrics.flush()
             self._length = self._metrics.tell()
         return entry, tables

@@ -5,7 +5,9 @@ Importing wandb takes half a second: it is imported where it is used, by the pro
 
 import base64
 import contextlib
+import inspect
 import io
+import logging
 import os
 import shlex
 from importlib import import_module
@@ -18,27 +20,22 @@ from PIL import Image
 
 from src.checkpoint.export import replacing
 from src.checkpoint.files import list_checkpoints, step_of
+from src.config.settings import write_yaml
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
 from src.tracking.guard import tracked_config
 from src.tracking.part import Entry, Part, Tables
 from src.training.run import Run
 
-ARTIFACTS = Path("artifacts")
-"""Folder for downloaded artifacts, each in a subfolder of its full name."""
-
-SERVICE = ("wandb-core", "gpu_stats")
-"""Prefixes of the names of W&B's own processes."""
-
 
 def download_artifact(name: str) -> Path:
-    """Download an artifact, entity/project/name:alias, and return its folder. One process of each machine downloads it,
-    and the others wait. Raise W&B's error if that fails."""
+    """Download an artifact, entity/project/name:alias, into artifacts/, and return its folder. One process of each
+    machine downloads it, and the others wait. Raise W&B's error if that fails."""
     wandb = import_module("wandb")
     if not wandb.login(prompt=False, verify=False):
         raise ValueError("no credentials: `wandb login` first")
     artifact = wandb.Api().artifact(name)
-    folder = ARTIFACTS / artifact.qualified_name  # with a version, not an alias
+    folder = Path("artifacts", artifact.qualified_name)  # with a version, not an alias
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
@@ -63,32 +60,40 @@ class WandbPart(Part):
 
     def start(self) -> None:
         """Start or, by its id, resume the run; offline if online fails."""
+        logging.raiseExceptions = False  # W&B's log on a full disk: 30 lines for each record that cannot be written
         config, why = self._run.config, "as set"
         wandb = self._wandb = import_module("wandb")
-        if self._mode == "auto":
-            self._mode = "online"
-            if not wandb.login(prompt=False, verify=False):
-                self._mode, why = "offline", "no credentials: `wandb login` for online"
+        # what is None has the value of its variable
         arguments: dict[str, Any] = {
             **config.wandb.model_dump(exclude={"mode", "model", "checkpoints"}),
             "project": config.wandb.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
             "id": self._id,
             "resume": "allow",
-            "name": config.run_name,
+            "name": os.environ.get("WANDB_NAME", config.run_name),
             "config": tracked_config(self._run),
-            "dir": os.environ.get("WANDB_DIR") or config.folder,
-            "settings": wandb.Settings(silent=True, save_code=True, finish_timeout=120.0, finish_timeout_raises=True),
+            "dir": os.environ.get("WANDB_DIR", config.folder),
+            "settings": wandb.Settings(silent=True, finish_timeout=120.0, finish_timeout_raises=True),
         }
         try:
+            if self._mode == "auto":
+                self._mode = "online"
+                if not wandb.login(prompt=False, verify=False):
+                    self._mode, why = "offline", "no credentials: `wandb login` for online"
             run = wandb.init(mode=self._mode, **arguments)
         except wandb.errors.Error as error:
             why = f"could not go online: {str(error).splitlines()[0]}"
             wandb.teardown()  # frees the id
             run = wandb.init(mode="offline", **arguments)
         self._wandb_run = run
+        if run.settings.save_code:
+            code = wandb.Artifact(f"code-{self._id}", "code")
+            code.add_file(inspect.getfile(type(config.task)))
+            with code.new_file("config.yaml") as file:
+                file.write(write_yaml(self._run.origin.settings))
+            run.log_artifact(code)
         if run.offline:  # without a URL, and asking for it warns
             self.where = f"offline ({why})"
-            self.closing = f"  upload     wandb sync {shlex.quote(str(Path(run.settings.sync_dir)))}"
+            self.closing = f"  upload     wandb sync {shlex.quote(run.settings.wandb_dir)}/offline-run-*-{self._id}"
         else:
             self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         run.define_metric("step", hidden=True)
@@ -108,13 +113,13 @@ class WandbPart(Part):
             run.summary.update(summary)
         else:
             run.mark_preempting()
-        run.finish(exit_code=0 if summary and not crash else 1)
+        run.finish(exit_code=0 if summary else 1)
 
     def abandon(self) -> None:
         """Kill W&B's processes: this one could not exit while one of them hangs."""
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if process.name().startswith(SERVICE):
+                if process.name().startswith(("wandb-core", "gpu_stats")):
                     process.kill()
         with contextlib.suppress(Exception):
             self._wandb.teardown()
@@ -122,10 +127,9 @@ class WandbPart(Part):
     def _save_checkpoints(self) -> None:
         """Log the checkpoints that have appeared since the last call."""
         config = self._run.config
-        for checkpoint in reversed(list_checkpoints(config.folder / "checkpoints")):
-            if checkpoint in self._logged:
-                continue
-            self._logged.add(checkpoint)
+        new = {*list_checkpoints(config.folder / "checkpoints")} - self._logged
+        self._logged |= new
+        for checkpoint in sorted(new, key=step_of):
             with contextlib.suppress(FileNotFoundError, ValueError):  # W&B's: it was deleted meanwhile
                 self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, f"step-{step_of(checkpoint)}")
 

@@ -7,7 +7,7 @@ from typing import Any
 from src.config.config import Config
 from src.training.progress import Progress
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Increment with every change to the files, RunState or Progress. Checkpoints of other versions are refused."""
 
 
@@ -44,6 +44,8 @@ class RunState:
     """Length of metrics.jsonl."""
     run_id: str | None = None
     """The id under which trackers resume the run."""
+    folder: str = ""
+    """Absolute path of the output folder."""
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,8 @@
 """Saves that fail don't end the run, and what is kept is what was asked for."""
 
 import errno
+import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,76 @@ def test_a_run_that_never_could_save_starts_over(launch: Launch, whole: Whole) -
     again = launch("cpu", *TINY, folder=run.folder).succeeded()
     assert f"starting over: {run.folder} has no checkpoint yet" in again.stdout
     assert_same_run(again, whole("cpu", *ALL))
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_run_unfinished(launch: Launch, whole: Whole) -> None:
+    """The same command finishes it. Tried with `done` written first: it is said of a run without a summary."""
+    full = (
+        "import errno\n"
+        "from src.tracking import tracker\n"
+        "def write_json(file, content):\n"
+        "    raise OSError(errno.ENOSPC, 'No space left on device', str(file))\n"
+        "tracker.write_json = write_json\n"
+    )
+    run = launch("cpu", *TINY, before=full)
+    assert run.exit_code == 1
+    says = "No space left on device: make room, then run the same command again"
+    assert run.messages == [f"train.py: {run.folder}/summary.json cannot be written, {says}"]
+    assert run.status == {"status": "unfinished", "checkpoint": f"{run.folder}/checkpoints/step_00000014"}
+    again = launch("cpu", *TINY, folder=run.folder).succeeded()
+    assert (again.status, again.summary["step"]) == ({"status": "done", "step": 14}, 14)
+    assert_same_run(again, whole("cpu", *ALL))
+
+
+def test_a_file_system_may_refuse_chmod_and_fsync_of_folders(launch: Launch, whole: Whole) -> None:
+    """As blobfuse and CIFS do: all is saved, and each is said once. Tried without: no checkpoint, and no model. The
+    fsync of a file must not fail: what it holds may be lost. Tried with that allowed: no warning."""
+    refuse = (
+        "import errno, os, stat\n"
+        "fsync = os.fsync\n"
+        "def chmod(*_, **__):\n"
+        "    raise OSError(errno.EPERM, 'Operation not permitted')\n"
+        "def fsync_of_files(descriptor):\n"
+        "    if stat.S_ISDIR(os.fstat(descriptor).st_mode):\n"
+        "        raise OSError(errno.EINVAL, 'Invalid argument')\n"
+        "    fsync(descriptor)\n"
+        "os.chmod, os.fchmod, os.fsync = chmod, chmod, fsync_of_files\n"
+    )
+    run = launch("ddp", *TINY, before=refuse).succeeded()
+    said = [line for line in run.stdout.splitlines() if "WARNING" in line or "is refused" in line]
+    without = "files are saved without it"
+    assert said == [
+        f"chmod is refused by this file system (Operation not permitted): {without}",
+        f"sync is refused by this file system (Invalid argument): {without}",
+    ]
+    assert_same_run(run, whole("ddp", *ALL))
+    broken = "import errno, os\ndef fsync(_):\n    raise OSError(errno.EIO, 'Input/output error')\n"
+    run = launch("cpu", *TINY, "--max_steps=1", before=f"{broken}from src.checkpoint import write; write.sync = fsync")
+    assert "WARNING: no checkpoint of step 1: [Errno 5] Input/output error; there is none yet" in run.stdout
+
+
+def test_a_metric_that_is_not_a_number_is_null_for_readers_and_itself_in_a_checkpoint(launch: Launch) -> None:
+    """JSON has no NaN. Tried with json.dumps as it is: `NaN` in all of them."""
+    odd = (
+        "from src.tasks.mnist import Mnist\n"
+        "Mnist.metrics = lambda *_: {'accuracy': float('nan'), 'worst': float('-inf')}\n"
+        "tables = Mnist.tables\n"
+        "Mnist.tables = lambda *of: tables(*of) | {'odd': [{'value': float('inf')}]}\n"
+    )
+    run = launch("cpu", *TINY, "--early_stopping.metric=eval/accuracy", "--max_steps=8", before=odd).succeeded()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    texts = [*(run.folder / "metrics.jsonl").read_text().splitlines(), (run.folder / "summary.json").read_text()]
+    *_, record, summary = (json.loads(text, parse_constant=refuse) for text in texts)
+    for found_there in (record, summary):
+        assert (found_there["eval/accuracy"], found_there["eval/worst"]) == (None, None)
+    assert record["eval/odd"] == [{"value": None}]
+    state = json.loads((run.folder / "checkpoints" / "step_00000008" / "state.json").read_text())
+    metrics = state["progress"]["evaluations"]["8"]
+    assert math.isnan(metrics["eval/accuracy"])
+    assert metrics["eval/worst"] == -math.inf
 
 
 def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch) -> None:
