@@ -302,7 +302,7 @@ def test_only_an_empty_cell_is_missing(tmp_path: Path) -> None:
     for one_hot, number in zip(inputs.tolist(), row.tolist(), strict=True):
         assert sum(one_hot) == (names[number] != "")
     (tmp_path / "b.csv").write_text("\n".join(["country,y", *rows[:9], "DE,NA"]))
-    with pytest.raises(UserError, match="y in row 10 is NA, not a number"):
+    with pytest.raises(UserError, match="y in row 10 is NA, not a finite number"):
         task.model_copy(update={"csv": str(tmp_path / "b.csv")}).build_datasets()
 
 
