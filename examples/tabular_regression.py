@@ -93,8 +93,9 @@ class TabularRegression(Task):
         for name in table.columns.intersection(numbers):
             values = pd.to_numeric(table[name], errors="coerce").replace([np.inf, -np.inf], np.nan)
             bad = values.isna() & (table[name].notna() | (name == self.target))
-            where = [f"{name} in row {i + 1} is {table[name].iloc[i]}, not a finite number" for i in np.flatnonzero(bad)[:1]]
-            mistakes += [f"{text}; list columns of categories in task.categories" for text in where]
+            for i in np.flatnonzero(bad)[:1]:
+                found = f"{name} in row {i + 1} is {table[name].iloc[i]}, not a finite number"
+                mistakes.append(f"{found}; list columns of categories in task.categories")
             table[name] = values
         refuse(f"{path}: {mistake}" for mistake in mistakes)
         return table[[*wanted]]

@@ -136,8 +136,8 @@ def test_bad_data_is_one_line(launch: Launch, tmp_path: Path) -> None:
     assert broken.messages[0].startswith(f"train.py: {tmp_path}/val/cat/1.png: cannot be read: ")
     assert broken.exit_code == 2
     hint = "list columns of categories in task.categories"
-    found = ["has no column site", "has fewer than 5 rows", f"b in row 1 is x, not a number; {hint}"]
-    found.append(f"y in row 3 is nan, not a number; {hint}")
+    found = ["has no column site", "has fewer than 5 rows", f"b in row 1 is x, not a finite number; {hint}"]
+    found.append(f"y in row 3 is nan, not a finite number; {hint}")
     assert mistakes(tmp_path, "a,b,y\n1,x,2\n2,,3\n3,,\n", ["site"]) == found
 
 
