@@ -15,6 +15,7 @@ if __name__ == "__main__":  # the imports below take seconds: answer signals, --
     begin(sys.argv[1:])
 
 import torch
+from accelerate.utils import broadcast
 
 from src.checkpoint.export import export_model, push_to_hub
 from src.checkpoint.resume import explaining_lost_machine, find_checkpoint, load_checkpoint, origin_of
@@ -24,7 +25,7 @@ from src.distributed.accelerator import build_accelerator, entry_point, leave, n
 from src.distributed.process import collect_only_new_objects
 from src.distributed.stop import StopSignal
 from src.parts import MODES, join_machines, open_store, start_parts
-from src.tasks.task_checks import require_sum
+from src.tasks.task_checks import require_gradients, require_sum
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
@@ -34,7 +35,7 @@ from src.training.gradients import grad_norm, local_gradients, reducing, scale_a
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.out_of_memory import explaining_memory
 from src.training.progress import StepResult
-from src.training.run import Run, begin_task, build_data, fingerprints_of, on_device, prepare_model
+from src.training.run import Run, begin_task, build_data, fingerprints_of, on_device, prepare_model, require_rows
 
 
 def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, float]) -> StepResult:
@@ -53,10 +54,10 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
             loss = run.task.loss(run.model, batch.data)
             if progress.step == 0:
                 require_sum(run.task, loss, batch.data)  # only in the first step, so that the others cost nothing
-            # start from the scale, not from 1: loss * scale would be four more operators. A dummy batch has weight 0,
-            # but runs backward all the same, which is collective
+            # start from the scale: loss * scale would be four more operators. A dummy's is 0; backward is collective
             loss.backward(torch.full_like(loss, scale * batch.weight))
         losses.append(loss.detach() if batch.weight else torch.zeros_like(loss))
+    require_gradients(run.model, progress.step)  # of all parameters, which DDP needs
 
     # ------------------------------------------------------------------------------------------------ norm and clip
     gradients = local_gradients(run.parameters)
@@ -77,6 +78,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     None if the run was stopped meanwhile."""
     accelerator, task = run.accelerator, run.task
     run.model.eval()
+    broadcast([*run.model.buffers()])  # running statistics, as process 0 exports them: FSDP leaves each its own
     with explaining_memory("evaluation", run):
         scores = evaluate_batches(task, run.model, evaluation_batches(run, stop.sums), run.device, stop)
     run.model.train()
@@ -194,6 +196,7 @@ def build(config: Config) -> Run | None:
         facts=facts | {"data": {"train": describe("train", train_set), "eval": describe("eval", eval_set)}},
     )
     load_checkpoint(run)
+    require_rows(run)
     return run
 
 

@@ -13,8 +13,7 @@ import numpy as np
 from huggingface_hub import load_state_dict_from_file
 from PIL import Image, ImageOps
 from pydantic import PositiveInt
-from torch import Tensor, default_generator, distributed, nn, random
-from torch.distributed import fsdp
+from torch import Tensor, default_generator, nn, random
 from torchvision import datasets, models, ops
 from torchvision.transforms import v2
 
@@ -165,10 +164,7 @@ class ImageClassification(Task):
         return {"targets": len(batch[1])}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        loss, _ = self.evaluate(model, batch)
-        for buffer in model.buffers() if self.norm == "batch" and isinstance(model, fsdp.FSDPModule) else ():
-            distributed.broadcast(buffer, 0)  # the first process's statistics for all, as DDP does but FSDP does not
-        return loss
+        return self.evaluate(model, batch)[0]
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         logits, labels = model(batch[0]).float(), batch[1]

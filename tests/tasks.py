@@ -57,7 +57,7 @@ class Short:
                 written.touch()
         return replace(self, arguments=tuple(word.replace("{folder}", str(folder)) for word in self.arguments))
 
-    def run(self, by: Callable[..., Any], yaml: str, *arguments: str, before: str = "", **more: Any) -> Any:
+    def run(self, by: Callable[..., Any], yaml: str | Path, *arguments: str, before: str = "", **more: Any) -> Any:
         """Call `launch`, `whole` or `rounding` with it under this strategy, or ("alone") on one process."""
         is_split = yaml != "alone"
         how = (*self.arguments, *(self.split if is_split else self.alone), *arguments)

@@ -38,7 +38,7 @@ def check_launch(subject: Subject) -> Iterator[Row]:
     wanted = "FSDP" if asked.fsdp else "DDP" if asked.world_size > 1 else "one process"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
     if units := sharded_units(run.model):
-        kind = "FSDP" if units > 1 else "FSDP of the root alone"
+        kind = "FSDP" if len(units) > 1 else "FSDP of the root alone"
     joined = len(gather(None))
     found, expected = f"{kind} x {joined}", f"{wanted} x {asked.world_size}"
     yield finding("strategy", found, expected, found == expected)

@@ -3,11 +3,8 @@
 import os
 from collections.abc import Iterator
 
-LAUNCH_VARIABLES = (
-    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE", "PMI_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
-)  # fmt: skip
-"""Variables by which launchers, including MPI's, tell a process (and Accelerate) about the other processes."""
+LAUNCH_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+"""Variables by which launchers tell a process (and Accelerate) about the other processes."""
 
 
 class LaunchEnvironment:
@@ -19,6 +16,10 @@ class LaunchEnvironment:
         """Number of processes on this machine."""
         self.cp_size = _size("PARALLELISM_CONFIG_CP_SIZE")
         """Number of processes that share each sequence (context parallelism)."""
+        self.mesh_size = (
+            self.cp_size * _size("PARALLELISM_CONFIG_DP_SHARD_SIZE") * _size("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+        )
+        """Number of processes that the yaml's parallelism_config describes; 1 without."""
         self.cpu = is_set("ACCELERATE_USE_CPU")
         self.fsdp = is_set("ACCELERATE_USE_FSDP")
         self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -43,10 +43,13 @@ for harmless in (
     r"`?torch\.distributed\.all_gather_into_tensor",  # its gather does, on NCCL
     # of weights with one input channel, which are also channels-last; for other weights the warning matters
     r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ",
-    "CUDA initialization",  # launcher.py explains it in one line
+    "CUDA initialization",  # launcher.py says it in one line
 ):
     warnings.filterwarnings("ignore", harmless)
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+BLOCKS = "_no_split_modules (a list of class names), or fsdp_transformer_layer_cls_to_wrap in the yaml"
+"""Where a user names the modules that FSDP gathers one by one."""
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 TUNERS: dict[str, Callable[[nn.Module, bool], list[str]]] = {
     # (model, whether FSDP will shard it) -> what was done
     "cpu": tune_for_cpu,  # room: cpu
@@ -102,12 +105,13 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         gradient_as_bucket_view=True,  # else DDP copies each gradient out of its bucket
     )
     no_scaler = GradScalerKwargs(enabled=False)  # Progress.update_loss_scale replaces it
-    accelerator = Accelerator(
-        cpu=on_cpu,
-        mixed_precision=precision,
-        fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if asked.fsdp else None,
-        kwargs_handlers=[no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp],
-    )
+    with explained("accelerate: ", ValueError):  # such as a value of the yaml that it doesn't know
+        accelerator = Accelerator(
+            cpu=on_cpu,
+            mixed_precision=precision,
+            fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if asked.fsdp else None,
+            kwargs_handlers=[no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp],
+        )
     if precision == "fp16" and on_cpu:  # else Accelerate trains in fp32 but reports fp16
         accelerator.native_amp = True
     refuse_another_strategy(accelerator, asked)
@@ -227,29 +231,46 @@ def local_main_process_first(accelerator: Accelerator) -> Iterator[None]:
 
 
 def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return the model, wrapped or sharded by Accelerate. Under FSDP, make sure that its blocks were wrapped, not only
-    the root. Optimizers are built afterwards, and not prepared: Accelerate's wrapper would handle loss scaling and
-    accumulation, which the loop does itself.
+    """Return the model, wrapped or sharded by Accelerate. Under FSDP, make sure that more than the root was wrapped.
+    Optimizers are built afterwards, and not prepared: Accelerate's wrapper would handle loss scaling and accumulation,
+    which the loop does itself.
 
     Raises:
-        UserError: FSDP found no blocks to wrap, or the model has none of that name.
+        UserError: FSDP found no blocks to wrap, the model has none of that name, or it has a scalar parameter.
     """
     if not accelerator.is_fsdp2:
         return accelerator.prepare(model)
     if accelerator.parallelism_config:
         # else its hooks drop attention masks and refuse sliding windows: see tests/test_canaries.py
         accelerator.parallelism_config.cp_size = 1
-    blocks = "_no_split_modules (a list of class names), or fsdp_transformer_layer_cls_to_wrap in the yaml"
-    with explained(f"{blocks}: ", ValueError):  # a class that the model does not have
+    with explained("FSDP: ", ValueError):
         model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it requires an optimizer
-    if sharded_units(model) < 2:
-        raise UserError(f"FSDP wrapped only the root of the model: name its repeating blocks in {blocks}")
+    if len(sharded_units(model)) < 2:
+        raise UserError(f"FSDP would gather the whole model at once: name its repeating blocks in {BLOCKS}")
     return model
 
 
-def sharded_units(model: nn.Module) -> int:
-    """Return the number of FSDP units, including the root; 0 without FSDP."""
-    return sum(isinstance(module, FSDPModule) for module in model.modules())
+def sharded_units(model: nn.Module) -> list[nn.Module]:
+    """Return the FSDP units, the root first; none without FSDP. Accelerate makes units of a language model's
+    embeddings, last norm and head without being asked."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def strategy_remarks(accelerator: Accelerator, model: nn.Module) -> Iterator[str]:
+    """Yield a line for whatever in the prepared model its strategy cannot do well."""
+    if accelerator.is_fsdp2:
+        _, *units = sharded_units(model)
+        in_units = {weight for unit in units for weight in unit.parameters()}
+        in_root = sum(weight.nbytes for weight in {*model.parameters()} - in_units)
+        largest = max((sum(weight.nbytes for weight in unit.parameters()) for unit in units), default=0)
+        if in_root > largest:
+            share = f"{in_root / 1e6:,.1f} of {sum(weight.nbytes for weight in model.parameters()) / 1e6:,.1f} MB"
+            yield f"FSDP gathers {share} of weights at once, more than any block has: name more modules in {BLOCKS}"
+    if accelerator.use_distributed and any(isinstance(m, BATCH_NORMS) and m.training for m in model.train().modules()):
+        yield (
+            "BatchNorm normalizes over the examples of its own process, so the curve depends on the number of "
+            "processes: use GroupNorm, LayerNorm or torchvision's FrozenBatchNorm2d instead"
+        )
 
 
 def peak_memory(accelerator: Accelerator) -> list[int]:

@@ -4,8 +4,6 @@ Accelerate accepts a wrong yaml: it ignores misspelt FSDP keys, and on a machine
 is alone and trains a separate model. Here each of these ends the run with one line.
 """
 
-import ctypes
-import math
 import os
 import shlex
 import sys
@@ -22,15 +20,19 @@ from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.environment import LaunchEnvironment, is_set
+from src.config.environment import LaunchEnvironment
 from src.config.errors import UserError, explained
 from src.config.settings import nearest, read_yaml
 
-OVERRIDING = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_TORCH_DEVICE")
-"""Environment variables that override the script's arguments and the yaml. Accelerate's launcher never sets them."""
 SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of variables that only the launcher should set, from the yaml. Set in the shell, they change what the yaml
 asks for."""
+
+NVIDIA = Path("/dev/nvidiactl")
+"""What Linux has if this process may use an NVIDIA GPU."""
+REFUSED: dict[str, Any] = read_yaml(Path(__file__).with_name("refused.yaml").read_bytes())
+"""What to do instead of what is not supported, by the launcher's variable and its value in capitals; OTHER: any other
+value. Null: it is supported."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +87,12 @@ def resume_command(config: Config) -> str:
 def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnvironment) -> None:
     """Raise a UserError if Accelerate has set up the processes differently than the launcher asked."""
     if accelerator.num_processes != asked.world_size:
-        alone = f"each sees {accelerator.num_processes}: refusing to train separate models"
-        raise UserError(f"{asked.world_size} processes were started, but {alone}")
+        raise UserError(
+            f"{asked.world_size} processes were started, but each sees {accelerator.num_processes}: refusing to train "
+            "separate models"
+        )
     if asked.fsdp and not accelerator.is_fsdp2:
-        raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}")
-
-
-def unusable_gpu() -> str | None:
-    """Return why torch can't use this machine's NVIDIA GPU; None if there is none, it is hidden, or its driver is new
-    enough."""
-    known = ctypes.c_int()
-    try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(known))
-    except OSError:  # no driver
-        return None
-    major, minor = divmod(known.value, 1000)
-    driver, built_for = f"{major}.{minor // 10}", torch.version.cuda
-    is_new_enough = built_for and major >= int(built_for.partition(".")[0])  # minor versions mix
-    if is_new_enough or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return None
-    found = f"the driver of the NVIDIA GPU supports CUDA {driver}, but this torch {torch.__version__}"
-    return f"{found} is built for {built_for or 'CPUs'}: install one for CUDA {driver} or older, or update the driver"
+        raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}, or FSDP 1")
 
 
 def launch_errors(
@@ -118,14 +105,17 @@ def launch_errors(
         on_cpu: whether the processes will train on the CPU.
         precision: the mixed precision that will be used.
     """
-    shell = launcher.environment if launcher else os.environ
-    overriding = [name for name in shell if name in OVERRIDING or (launcher and name.startswith(SWITCHES))]
+    shell = launcher.environment if launcher else {}
+    overriding = [name for name in shell if name.startswith(SWITCHES)]
     for name in overriding:
-        yield f"{name}={shell[name]} is set in the environment and would override the settings: unset it"
+        yield f"{name}={shell[name]} is set in the environment and would override the yaml: unset it"
     if overriding:
         return  # the other checks would judge its effect
-    if on_cpu and not asked.cpu and (reason := unusable_gpu()):
-        yield f"{reason}; accelerate_configs/cpu.yaml trains on the CPU"
+    if on_cpu and not asked.cpu and NVIDIA.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        yield (
+            f"torch {torch.__version__} cannot use this machine's NVIDIA GPU: install one for a CUDA that the driver "
+            "supports (`nvidia-smi` shows the newest), or update the driver; accelerate_configs/cpu.yaml is for the CPU"
+        )
     gpus = torch.accelerator.device_count()
     if not on_cpu and asked.local_world_size > gpus:
         yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"
@@ -134,15 +124,16 @@ def launch_errors(
         is_cuda = not on_cpu and torch.cuda.is_available()
         if not (is_alone and is_cuda) or precision == "fp16" or config.optim.name == "muon":
             yield "cuda_graphs=true needs one NVIDIA GPU, without accumulation, fp16 or muon"
-    if is_set("ACCELERATE_USE_DEEPSPEED"):
-        yield "deepspeed is not supported: use one of accelerate_configs/"
-    yield from _mesh_errors(config, asked)
-    if asked.fsdp and os.environ.get("FSDP_VERSION") != "2":
-        yield "FSDP version 1 is not supported: set fsdp_version: 2 in the yaml's fsdp_config"
-    if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
-        yield "fsdp_activation_checkpointing computes wrong gradients with dropout: remove it from the yaml"
-    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
-        yield "dynamo_config is not supported, as it renames the weights: set --compile=true after train.py"
+    for name, answers in REFUSED.items():
+        if answer := answers.get(os.environ.get(name, "").upper(), answers.get("OTHER")):
+            yield answer
+    if asked.mesh_size not in (1, asked.world_size):
+        yield (
+            f"parallelism_config: dp_replicate_size x dp_shard_size x cp_size is {asked.mesh_size} and must equal the "
+            f"number of processes, {asked.world_size}: change one"
+        )
+    if asked.cp_size > 1 and not (asked.fsdp and config.task.splits_sequences):
+        yield f"task.name={config.task.name}: cp_size needs FSDP, and a task that can split sequences: remove it"
     if asked.fsdp and config.ddp_comm_hook:
         yield f"ddp_comm_hook={config.ddp_comm_hook} is for DDP, not FSDP: remove it"
     if not launcher:
@@ -160,24 +151,3 @@ def launch_errors(
                 yield f"{file}: {section} has no key {key}{nearest(key, known)}"
     if launcher.arguments.parallelism_config_cp_size != asked.cp_size and not launcher.config.get("parallelism_config"):
         yield f"--parallelism_config_cp_size: {file} has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"
-
-
-def _mesh_errors(config: Config, asked: LaunchEnvironment) -> Iterator[str]:
-    """Yield an error line for each wrong size in the yaml's parallelism_config."""
-    axes = ("dp_replicate", "dp_shard", "cp", "tp", "sp")
-    sizes = {f"{axis}_size": os.environ.get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", "1") for axis in axes}
-    hint = "fsdp_cp.yaml splits sequences, fsdp.yaml weights: docs/accelerate.md explains why"
-    for name in ("tp_size", "sp_size"):
-        if sizes.pop(name) != "1":
-            yield f"parallelism_config: {name} is not supported: {hint}"
-    if math.prod(map(int, sizes.values())) not in (1, asked.world_size):
-        product = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        yield f"parallelism_config: {product} must equal the number of processes, {asked.world_size}: change one"
-    if sizes["dp_replicate_size"] != "1" and sizes["dp_shard_size"] == "1":
-        yield "parallelism_config: dp_replicate_size is for HSDP, which also shards: set dp_shard_size above 1"
-    if asked.cp_size == 1:
-        return
-    if not asked.fsdp:
-        yield "parallelism_config: cp_size needs FSDP, which shards over these processes too: use fsdp_cp.yaml"
-    if not config.task.splits_sequences:
-        yield f"task.name={config.task.name}: has no sequences to split over processes: remove cp_size from the yaml"

@@ -6,9 +6,10 @@ The loss is checked in a run's first step alone, so that later steps cost nothin
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
-from src.config.errors import UserError
+from src.config.errors import UserError, listed
 from src.tasks.base import Task
 
 SUM = "the loss summed over its targets, not their mean, as a tensor of shape ()"
@@ -35,6 +36,18 @@ def require_sum(task: Task, loss: Tensor, batch: Any) -> None:
     is_mean = getattr(loss.grad_fn, "_saved_reduction", None) == MEAN
     if is_mean and task.count(batch)["targets"] > 1:
         raise UserError(f"{type(task).__name__}.loss must return {SUM}")
+
+
+def require_gradients(model: Any, step: int) -> None:
+    """Raise a UserError if DDP got no gradient for a parameter in the first step, `step` 0: it has not reduced the
+    others of its bucket either, and would fail in the second step. Elsewhere such a parameter does no harm."""
+    if step == 0 and isinstance(model, DistributedDataParallel):
+        unused = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            raise UserError(
+                f"DDP needs a gradient of each trained parameter, but the loss does not depend on {listed(unused)}: "
+                "remove them, or set their requires_grad to False"
+            )
 
 
 def _is_right(method: str, found: Any) -> bool:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from src.config.config import Config
 from src.config.errors import UserError, refuse
 from src.distributed.accelerator import (
+    BATCH_NORMS,
     HALF_PRECISION,
     TUNERS,
     Launch,
@@ -22,6 +23,7 @@ from src.distributed.accelerator import (
     local_main_process_first,
     machine_differences,
     prepare,
+    strategy_remarks,
 )
 from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
 from src.tasks.task_checks import require_right
@@ -159,13 +161,15 @@ def begin_task(config: Config, launch: Launch, resume: ResumePoint) -> Config:
 
 def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples]:
     """Return the training set and the evaluation set. Raise a UserError if the evaluation set has no targets, or the
-    training set makes the schedule too short."""
+    training set is empty or makes the schedule too short."""
     task = config.task
     # the first process of each machine downloads and tokenizes, and the others read its cache
     with local_main_process_first(accelerator):
         datasets = task.build_datasets()
         require_right(task, "build_datasets", datasets)
     train_set, eval_set = datasets
+    if not len(train_set):
+        raise UserError("the training set is empty")
     refuse(config.optim.decay_errors(config.schedule_steps(len(train_set))))
     each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
     if not any(each):  # the first example usually has one
@@ -204,10 +208,30 @@ def prepare_model(config: Config, accelerator: Accelerator, launch: Launch) -> t
     model, facts, fill = new_model(config, accelerator.is_fsdp2)
     transform(model, config, accelerator)
     model = prepare(accelerator, model)
+    facts["remarks"] += strategy_remarks(accelerator, model)
     if fill:
         # built without weights, then sharded: each process loads only its own shards
         fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
     return model, facts
+
+
+def require_rows(run: Run) -> None:
+    """If an epoch's last micro-batch leaves a process a single row, have the BatchNorms that need several say so in the
+    first step. Torch would say so at the end of the epoch."""
+    chunk_size = run.config.forward_batch_size(run.data_size) * run.data_size
+    if 0 < len(run.train_set) % chunk_size < 2 * run.data_size:  # a process without any computes on a dummy
+        for layer in run.model.modules():
+            if isinstance(layer, BATCH_NORMS):
+                layer.register_forward_pre_hook(_refuse_single_rows)
+
+
+def _refuse_single_rows(layer: Any, inputs: Any) -> None:
+    values = inputs[0].numel()
+    if layer.training and values == len(inputs[0]) * layer.num_features:  # else each row has several per channel
+        raise UserError(
+            "BatchNorm cannot normalize a single row, and the end of an epoch leaves one to a process: choose another "
+            "global_batch_size or micro_batch_size"
+        )
 
 
 def new_model(config: Config, is_sharded: bool = False) -> tuple[nn.Module, dict[str, Any], FillWeights | None]:

@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -52,10 +51,9 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.compile:
-        _require_compiler()
-        has_dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
-        if config.activation_checkpointing and has_dropout and torch.__version__ < "2.13":
-            raise UserError("compile with activation_checkpointing and dropout needs torch 2.13: turn off one of them")
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        if not torch.accelerator.is_available() and not shutil.which(compiler):
+            raise UserError("compile=true needs a C++ compiler such as g++: install one, or set compile=false")
         blocks = [block for block in blocks if any(block.children())]
         # Blocks are compiled once, however many there are; without any, the whole model is. Single layers have nothing
         # to fuse. A CPU trains a transformer in bf16 1.14 times as fast (docs/figures.md); on a GPU, a step of a Llama
@@ -78,11 +76,3 @@ def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any
     of one, and would compile everything again."""
     rows = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     return (plain if rows == 1 else compiled)(*args, **kwargs)
-
-
-def _require_compiler() -> None:
-    if torch.accelerator.is_available():
-        if not find_spec("triton"):
-            raise UserError("compile=true needs triton on this GPU: install it, or set compile=false")
-    elif not shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
-        raise UserError("compile=true needs a C++ compiler such as g++: install one, or set compile=false")

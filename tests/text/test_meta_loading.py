@@ -165,7 +165,7 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
     assert all(mine == theirs and torch.equal(a, b) for (mine, a), (theirs, b) in buffers)
     if lora or not isinstance(task, CausalLM):
         return
-    assert sharded_units(model) == 5  # two blocks, embedding and head (together, if they are tied), and the rest
+    assert len(sharded_units(model)) == 5  # two blocks, embedding and head (together, if they are tied), and the rest
     expected_loss = a_loss(whole)
     expected_loss.backward()
     with patch.object(loss, "CHUNK", 5 * 258):  # five tokens at a time
