@@ -54,7 +54,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
             loss = run.task.loss(run.model, batch.data)
             if progress.step == 0:
                 require_sum(run.task, loss, batch.data)  # only in the first step, so that the others cost nothing
-            # start from the scale: loss * scale would be four more operators. A dummy's is 0; backward is collective
+            # start from the scale: loss * scale would be four more operators. A dummy's is 0, but all must take part
             loss.backward(torch.full_like(loss, scale * batch.weight))
         losses.append(loss.detach() if batch.weight else torch.zeros_like(loss))
     require_gradients(run.model, progress.step)  # of all parameters, which DDP needs

@@ -219,7 +219,9 @@ def require_rows(run: Run) -> None:
     """If an epoch's last micro-batch leaves a process a single row, have the BatchNorms that need several say so in the
     first step. Torch would say so at the end of the epoch."""
     chunk_size = run.config.forward_batch_size(run.data_size) * run.data_size
-    if 0 < len(run.train_set) % chunk_size < 2 * run.data_size:  # a process without any computes on a dummy
+    num_left = len(run.train_set) % chunk_size
+    # a process without any computes on a dummy
+    if 0 < num_left < 2 * run.data_size and run.total_steps >= run.steps_per_epoch:
         for layer in run.model.modules():
             if isinstance(layer, BATCH_NORMS):
                 layer.register_forward_pre_hook(_refuse_single_rows)

@@ -51,6 +51,9 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.compile:
+        has_dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
+        if config.activation_checkpointing and has_dropout and torch.__version__ < "2.13":  # its compiler fails
+            raise UserError("compile with activation_checkpointing and dropout needs torch 2.13: turn off one of them")
         compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
         if not torch.accelerator.is_available() and not shutil.which(compiler):
             raise UserError("compile=true needs a C++ compiler such as g++: install one, or set compile=false")
