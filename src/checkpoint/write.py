@@ -102,7 +102,8 @@ class CheckpointWriter:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         if self._run.accelerator.is_local_main_process:
-            shutil.rmtree(writer.folder, ignore_errors=True)  # there if it was not published on this machine
+            if writer.folder.exists():  # it was not published on this machine
+                shutil.rmtree(writer.folder, ignore_errors=True)
             if not self._run.store.is_shared:
                 self._run.store.rotate(writer.state.progress.evaluations)  # fetched checkpoints
 

@@ -22,7 +22,7 @@ from src.config.config import config_from
 from src.config.errors import UserError
 from src.config.groups import Checkpoint
 from src.tasks import TASKS
-from src.tasks.mnist import MnistCnn
+from src.tasks.mnist import Mnist, MnistCnn
 from src.tracking import tracker as tracking
 from src.training.progress import Progress
 from src.training.state import FORMAT_VERSION, Origin
@@ -239,7 +239,7 @@ def test_a_resume_takes_as_long_however_long_the_log_is(tmp_path: Path, monkeypa
     require_whole_metrics(config, tmp_path / "step_00000010", state)
     start: Any = SimpleNamespace(checkpoint=tmp_path, is_own=lambda _: True, own_state=lambda _: state)
     of_the_run = {"progress": Progress(step=10), "launch": SimpleNamespace()}
-    run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, **of_the_run)
+    run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, task=Mnist(), **of_the_run)
     monkeypatch.setattr(tracking, "print_summary", lambda *_: None)
     with tracking.Tracker(run, {}) as tracker:
         assert tracker.state()["metrics_bytes"] == state.metrics_bytes
