@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from src.checkpoint.mirror import Mirror, copier
+from src.checkpoint.mirror import Mirror
 from src.config.errors import RunError
 from tests.faults.runs import ALL, TINY, assert_same_run, lines, refusal
 from tests.launching import Launch, Run, Whole
@@ -34,16 +34,16 @@ LocalFileSystem.put_file = put_later
 """The mirror takes no file until this one of the run's is there, which it never is if the loop waits for that."""
 MACHINE = """
 import os
-from src.checkpoint.mirror import Mirror
+from fsspec.implementations.local import LocalFileSystem
 group = (int(os.environ["GROUP_RANK"]) + {turned}) % {machines}
 os.makedirs(f"{folder}/machine{{group}}", exist_ok=True)
 os.chdir(f"{folder}/machine{{group}}")
-fetch = Mirror._fetch
-def noted(mirror, checkpoint, files):
+get = LocalFileSystem.get
+def noted(fs, source, target):
     with open("fetched", "a") as log:
-        log.write(f"{{checkpoint.name}} ")
-    return fetch(mirror, checkpoint, files)
-Mirror._fetch = noted
+        log.write(f"{{os.path.basename(os.path.dirname(source))}} ")
+    return get(fs, source, target)
+LocalFileSystem.get = noted
 """
 """Each machine has a folder of its own, in which it notes what it fetches."""
 
@@ -153,23 +153,20 @@ def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
     says = f"{tmp_path}/mirror/mnist accepted nothing for half of timeout_minutes=0.0001"
     assert capfd.readouterr().out == f"WARNING: the mirror lacks the newest checkpoint: {says}\n"
     with pytest.raises(RunError, match=says):  # as where it alone has whole checkpoints
-        mirror.await_copy(mirror._put, checkpoint, [])
+        mirror.copy(checkpoint)
     assert mirrored(tmp_path / "mirror") == []
     answers.set()
-    copier().close()
-    copier().join()
-    copier.cache_clear()  # this process begins another one when it needs it
+    mirror._copier.close()
+    mirror._copier.join()
     assert mirrored(tmp_path / "mirror") == [14]
 
 
 def test_the_copying_thread_ends_with_the_run(tmp_path: Path) -> None:
     """A pool that is open when Python exits prints an exception. Tried without: it is still there."""
     mirror = Mirror(Accelerator(cpu=True), run_settings([f"--checkpoint.mirror={tmp_path}/mirror"]))
-    pool = copier()
     mirror.close()
     with pytest.raises(ValueError, match="not running"):
-        pool.apply_async(bool)
-    assert copier.cache_info().currsize == 0
+        mirror.copy(tmp_path)
 
 
 def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,13 +174,13 @@ def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch:
     mirror = Mirror(Accelerator(cpu=True), run_settings([f"--checkpoint.mirror={tmp_path}/mirror"]))
     put_file, copying = Mock(), Mock()
     monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
-    mirror._put(tmp_path, ["file"])
+    mirror._copy(tmp_path, "file")
     callback = put_file.call_args.kwargs["callback"]
     copying.ready = lambda: copying.wait.call_count == 5
     copying.wait.side_effect = lambda _: callback.relative_update(1)
-    monkeypatch.setattr("src.checkpoint.mirror.copier", Mock(return_value=Mock(apply_async=lambda *_: copying)))
+    monkeypatch.setitem(vars(mirror), "_copier", Mock(apply_async=lambda *_: copying))
     mirror.close()
-    mirror.await_copy(mirror._put, tmp_path, ["file"])
+    mirror.copy(tmp_path, "file")
     assert copying.wait.call_count == 5
 
 
@@ -218,4 +215,4 @@ def test_killed_at_any_moment_of_a_copy(launch: Launch, whole: Whole, tmp_path: 
     assert int(kills) >= 20
     assert set(steps) == {"2", "3"}
     (warning,) = lines(run, "WARNING: ")
-    assert warning.startswith(f"WARNING: {tmp_path}/run/checkpoints/step_00000002 is not in the mirror: ")
+    assert warning.startswith(f"WARNING: {tmp_path}/run/checkpoints/step_00000003 is not in the mirror: ")
