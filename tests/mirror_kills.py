@@ -49,7 +49,7 @@ def save(step: int) -> Path:
 def copy(checkpoint: Path) -> None:
     mirror = store_of("run").mirror
     mirror.copy_in_background(checkpoint)
-    mirror.close()
+    mirror.wait()
 
 
 def kill_at(number: int) -> None:
@@ -93,11 +93,10 @@ while True:
         mirror = store_of("run").mirror
         kill_at(kills)
         mirror.copy_in_background(third)
-        mirror.close()
+        mirror.wait()
         os._exit(0)
     is_killed = os.waitpid(child, 0)[1] == signal.SIGKILL
     elsewhere = store_of(f"fresh{kills}")
-    elsewhere.mirror.fetch_run_files()
     newest, damaged = first_valid(ACCELERATOR, elsewhere.candidates(), elsewhere)
     assert newest is not None, kills
     assert not damaged, damaged
@@ -130,5 +129,5 @@ assert store.candidates() == [third, second, first]
 shutil.rmtree(FOLDER / "mirror")
 (FOLDER / "mirror").write_text("a disk that fails")
 store.mirror.copy_in_background(third)
-store.mirror.close()
+store.mirror.wait()
 print("killed", kills, "times, found", *found)

@@ -27,9 +27,8 @@ from src.checkpoint.files import (
     list_checkpoints,
     remove_incomplete,
     step_of,
-    write_text,
 )
-from src.checkpoint.integrity import RUN_COPIES, manifest, quarantine
+from src.checkpoint.integrity import manifest, quarantine
 from src.checkpoint.store import chosen
 from src.config.config import Config
 from src.config.errors import RunError, cause, explained
@@ -73,36 +72,32 @@ class Mirror:
         found = {self._own / Path(path).parent.name for path in self._fs.glob(f"{self._root}/step_*/{having}")}
         return sorted((path for path in found if is_checkpoint_name(path.name)), key=step_of, reverse=True)
 
-    def fetch_run_files(self) -> list[Path]:
-        """Set aside a local metrics.jsonl that does not begin with the newest one in the mirror, and fetch what is then
-        missing. Return the complete checkpoints in the mirror."""
-        complete = self.checkpoints()
-        if complete and self._config.resume != "never":
-            for name in RUN_COPIES:
-                file = self._config.folder / name
-                content = self._fs.cat_file(f"{self._root}/{complete[0].name}/{name}")
-                if file.suffix == ".jsonl" and file.exists() and not file.read_bytes().startswith(content):
-                    quarantine(file)
-                if not file.exists():
-                    write_text(file, content.decode())
-        return complete
-
     def fetch(self, checkpoint: Path) -> None:
         """Replace a damaged or missing checkpoint on each disk with the mirror's, if that has it. Collective."""
+        accelerator = self._accelerator
         # as the main process sees the mirror: others may not see all of it yet
         (is_there,) = broadcast_object_list([checkpoint in self.checkpoints()])
-        accelerator = self._accelerator
         is_first = accelerator.is_main_process if self.is_disk_shared else accelerator.is_local_main_process
         with explained(f"{self.url}: ", raises=RunError), local_main_process_first(accelerator):  # without a timeout
-            if not is_there or not is_first:
-                return
-            remove_incomplete(checkpoint.parent)
-            incomplete = incomplete_path(checkpoint)
-            self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
-            if checkpoint.exists():
-                quarantine(checkpoint)
-            incomplete.rename(checkpoint)
-            say(f"fetched from {self.url}/{checkpoint.name}")
+            if is_there and is_first:
+                self._fetch(checkpoint)
+
+    def _fetch(self, checkpoint: Path) -> None:
+        """Fetch a checkpoint and, on the main process, its metrics.jsonl, unless the local one continues that."""
+        remove_incomplete(checkpoint.parent)
+        incomplete = incomplete_path(checkpoint)
+        self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
+        if checkpoint.exists():
+            quarantine(checkpoint)
+        incomplete.rename(checkpoint)
+        say(f"fetched from {self.url}/{checkpoint.name}")
+        if self._accelerator.is_main_process:
+            metrics = self._config.folder / "metrics.jsonl"
+            saved = (checkpoint / metrics.name).read_bytes()
+            if metrics.exists() and not metrics.read_bytes().startswith(saved):
+                quarantine(metrics)
+            if not metrics.exists():
+                metrics.write_bytes(saved)
 
     def copy_in_background(self, checkpoint: Path) -> None:
         """Copy a published checkpoint once the current copy is done, unless a newer one has been published by then, or
@@ -121,14 +116,12 @@ class Mirror:
             say(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
         self.copying = None
 
-    def close(self) -> None:
-        """Wait for the last copy, as `copy` does. Warn if it hangs."""
+    def wait(self) -> None:
+        """Wait for the copies in the background, as `copy` does. Warn if they hang."""
         try:
             self.copy(self._own)
         except RunError as error:
             say(f"WARNING: the mirror lacks the newest checkpoint: {error}")
-        else:
-            self._copier.close()  # a pool that is still open at exit prints an exception
 
     def copy(self, folder: Path, *names: str) -> None:
         """Copy these files of a checkpoint, after what is copied in the background. Wait until it is done.

@@ -74,7 +74,7 @@ def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> R
 def _take_folder(config: Config, store: Store) -> None:
     """Lock the output folder for this run, and clean it up. Raise a UserError if the run must not write there."""
     claim(config.folder)
-    mirrored = store.mirror.fetch_run_files() if store.mirror else []
+    mirrored = store.mirror.checkpoints() if store.mirror else []
     # check again: whoever held the lock may have written there
     refuse(folder_errors(config, mirrored))
     remove_incomplete(config.folder / "checkpoints")
@@ -131,7 +131,7 @@ def _adopt(config: Config, store: Store, point: ResumePoint, damaged: Damaged) -
     if store.mirror and point.is_own(config):
         store.mirror.copy_in_background(point.checkpoint)
         if point.is_finished:
-            store.mirror.close()
+            store.mirror.wait()
 
 
 def load_checkpoint(run: Run) -> None:

@@ -115,7 +115,7 @@ class CheckpointWriter:
         self.poll(wait=True)
         self._stager.close()
         if self._run.store.mirror:
-            self._run.store.mirror.close()
+            self._run.store.mirror.wait()
 
 
 class StorageWriter(HuggingFaceStorageWriter):

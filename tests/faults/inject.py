@@ -41,7 +41,7 @@ def in_steps(fault: Callable[[], float | None], steps: range = range(STEP, STEP 
         save(self, tracker_state)
         self.poll(wait=True)
         if self._run.store.mirror:
-            self._run.store.mirror.copy(Path())  # after what is being copied
+            self._run.store.mirror.wait()
 
     def plant() -> None:
         before(Mnist, "loss", lambda _, model, __: fault() if model.training and next(calls) in steps else None)
