@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from src.checkpoint.mirror import Mirror
 from src.config.errors import RunError
-from tests.faults.runs import ALL, TINY, assert_same_run, lines, refusal
+from tests.faults.runs import ALL, TINY, assert_same_run, found, lines, refusal
 from tests.launching import Launch, Run, Whole
 from tests.s3 import s3_bucket
 from train import run_settings
@@ -88,6 +88,24 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
         assert line.startswith(f"checkpoint.mirror={mirror}: ")
         assert says in line
     assert not (tmp_path / "run").exists()
+
+
+def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) -> None:
+    """A branch resumes from it by the same command; the log of another history is set aside. Tried without the first:
+    refused; without the second: it is continued."""
+    run, mirror = whole("cpu", *ALL).folder, f"--checkpoint.mirror={tmp_path}/mirror"
+    copy = tmp_path / "mirror" / "mnist" / "step_00000012"
+    shutil.copytree(run / "checkpoints" / copy.name, copy)
+    shutil.copy(run / "metrics.jsonl", copy)
+    fresh, behind = tmp_path / "fresh", tmp_path / "behind"
+    point = found(fresh, mirror, f"--resume={run}/checkpoints/step_00000008")
+    assert point.checkpoint == fresh / "checkpoints" / copy.name
+    behind.mkdir()
+    (behind / "metrics.jsonl").write_text("another\n")
+    found(behind, mirror)
+    assert (behind / "damaged_1_metrics.jsonl").read_text() == "another\n"
+    logs = {folder: (folder / "metrics.jsonl").read_bytes() for folder in (run, fresh, behind)}
+    assert logs[fresh] == logs[behind] == logs[run]
 
 
 def on_machines(

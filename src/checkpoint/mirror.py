@@ -44,8 +44,7 @@ class Mirror:
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
         """Find out whether the machines share a disk. Raise a UserError if the mirror is not writable. Collective."""
-        self._accelerator, self._config = accelerator, config
-        self._own = config.folder / "checkpoints"
+        self._config, self._own = config, config.folder / "checkpoints"
         self._accepted = Callback()
         """Counts the files, or parts of files, that the mirror has accepted."""
         name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # includes the trial of a sweep
@@ -72,36 +71,29 @@ class Mirror:
         found = {self._own / Path(path).parent.name for path in self._fs.glob(f"{self._root}/step_*/{having}")}
         return sorted((path for path in found if is_checkpoint_name(path.name)), key=step_of, reverse=True)
 
-    def fetch(self, checkpoint: Path) -> None:
-        """Replace a damaged or missing checkpoint on each disk with the mirror's, if that has it. Collective."""
-        accelerator = self._accelerator
+    def fetch(self, checkpoint: Path, accelerator: Accelerator) -> None:
+        """Replace a damaged or missing checkpoint on each disk with the mirror's, if that has it. Fetch its
+        metrics.jsonl too, unless the local one continues that. Collective."""
         # as the main process sees the mirror: others may not see all of it yet
         (is_there,) = broadcast_object_list([checkpoint in self.checkpoints()])
         is_first = accelerator.is_main_process if self.is_disk_shared else accelerator.is_local_main_process
         with explained(f"{self.url}: ", raises=RunError), local_main_process_first(accelerator):  # without a timeout
             if is_there and is_first:
-                self._fetch(checkpoint)
-
-    def _fetch(self, checkpoint: Path) -> None:
-        """Fetch a checkpoint and, on the main process, its metrics.jsonl, unless the local one continues that."""
-        remove_incomplete(checkpoint.parent)
-        incomplete = incomplete_path(checkpoint)
-        self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
-        if checkpoint.exists():
-            quarantine(checkpoint)
-        incomplete.rename(checkpoint)
-        say(f"fetched from {self.url}/{checkpoint.name}")
-        if self._accelerator.is_main_process:
+                remove_incomplete(checkpoint.parent)
+                incomplete = incomplete_path(checkpoint)
+                self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
+                quarantine(checkpoint)
+                incomplete.rename(checkpoint)
+        if is_there and accelerator.is_main_process:
+            say(f"fetched from {self.url}/{checkpoint.name}")
             metrics = self._config.folder / "metrics.jsonl"
             saved = (checkpoint / metrics.name).read_bytes()
-            if metrics.exists() and not metrics.read_bytes().startswith(saved):
+            if not metrics.exists() or not metrics.read_bytes().startswith(saved):
                 quarantine(metrics)
-            if not metrics.exists():
                 metrics.write_bytes(saved)
 
     def copy_in_background(self, checkpoint: Path) -> None:
-        """Copy a published checkpoint once the current copy is done, unless a newer one has been published by then, or
-        the mirror has it."""
+        """Copy a published checkpoint once the current copy is done, unless a newer one has been published by then."""
         self._copier.apply_async(self._copy_newest, (checkpoint,))
 
     def _copy_newest(self, checkpoint: Path) -> None:
@@ -109,9 +101,8 @@ class Mirror:
         try:
             if checkpoint not in list_checkpoints(self._own)[:1]:
                 raise RunError(f"{self.url} is slower than the saves")
-            if checkpoint not in self.checkpoints():
-                self._copy(checkpoint, *manifest(checkpoint))
-                say(f"mirrored to {self.url}/{checkpoint.name}")
+            self._copy(checkpoint, *manifest(checkpoint))
+            say(f"mirrored to {self.url}/{checkpoint.name}")
         except Exception as error:
             say(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
         self.copying = None
@@ -129,25 +120,24 @@ class Mirror:
         Raise a RunError if the mirror accepts nothing for half of timeout_minutes; the copy then continues unattended.
         """
         copy, accepted = self._copier.apply_async(self._copy, (folder, *names)), -1
-        minutes = self._config.timeout_minutes
         while not copy.ready():
             if accepted == self._accepted.value:
-                raise RunError(f"{self.url} accepted nothing for half of timeout_minutes={minutes:g}")
+                raise RunError(
+                    f"{self.url} accepted nothing for half of timeout_minutes={self._config.timeout_minutes:g}"
+                )
             accepted = self._accepted.value
-            copy.wait(30 * minutes)
+            copy.wait(30 * self._config.timeout_minutes)
         copy.get()
 
     def _copy(self, folder: Path, *names: str) -> None:
-        """Copy these files. If the checkpoint has its manifest by now, complete it."""
+        """Copy these files. If the checkpoint has its manifest by now, complete it: add metrics.jsonl as it was then,
+        config.yaml and the manifest, and delete superfluous checkpoints."""
         there = f"{self._root}/{folder.name.removeprefix(INCOMPLETE)}"
         for name in names:
             self._fs.put_file(f"{folder}/{name}", f"{there}/{name}", callback=self._accepted)
             self._accepted.relative_update()  # not all file systems report parts of a file
-        if (folder / MANIFEST).exists():
-            self._complete(folder, there)
-
-    def _complete(self, folder: Path, there: str) -> None:
-        """Copy metrics.jsonl as it was then, config.yaml and the manifest. Delete superfluous checkpoints."""
+        if not (folder / MANIFEST).exists():
+            return
         for name in manifest(folder):
             if not self._fs.exists(f"{there}/{name}"):
                 raise OSError(f"{name} is missing in {self.url}: all machines need the same mirror")

@@ -74,9 +74,8 @@ def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> R
 def _take_folder(config: Config, store: Store) -> None:
     """Lock the output folder for this run, and clean it up. Raise a UserError if the run must not write there."""
     claim(config.folder)
-    mirrored = store.mirror.checkpoints() if store.mirror else []
     # check again: whoever held the lock may have written there
-    refuse(folder_errors(config, mirrored))
+    refuse(folder_errors(config, store.candidates()))
     remove_incomplete(config.folder / "checkpoints")
 
 
@@ -126,10 +125,10 @@ def _adopt(config: Config, store: Store, point: ResumePoint, damaged: Damaged) -
     if config.saves:
         # only the run's own: the checkpoint that it branches off from is the last candidate
         for path in damaged:
-            if path.exists():  # it may only be in the mirror
-                quarantine(path)
+            quarantine(path)
     if store.mirror and point.is_own(config):
-        store.mirror.copy_in_background(point.checkpoint)
+        if point.checkpoint not in store.mirror.checkpoints():
+            store.mirror.copy_in_background(point.checkpoint)
         if point.is_finished:
             store.mirror.wait()
 

@@ -71,7 +71,7 @@ def first_valid(accelerator: Accelerator, candidates: list[Path], store: Store) 
     for checkpoint in candidates:
         wrong = gather_object(list(problems(checkpoint, shard=shard)))
         if wrong and store.mirror:
-            store.mirror.fetch(checkpoint)
+            store.mirror.fetch(checkpoint, accelerator)
             wrong = gather_object(list(problems(checkpoint, shard=shard)))
         if not wrong:
             return checkpoint, damaged
