@@ -12,7 +12,9 @@ from accelerate import Accelerator
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from src.checkpoint.integrity import manifest
 from src.checkpoint.mirror import Mirror
+from src.checkpoint.store import first_valid
 from src.config.errors import RunError
 from tests.faults.runs import ALL, TINY, assert_same_run, found, lines, refusal
 from tests.launching import Launch, Run, Whole
@@ -91,21 +93,35 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
 
 
 def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) -> None:
-    """A branch resumes from it by the same command; the log of another history is set aside. Tried without the first:
-    refused; without the second: it is continued."""
+    """The log of another history is set aside. Tried without: it stays. A branch is refused until told to resume."""
     run, mirror = whole("cpu", *ALL).folder, f"--checkpoint.mirror={tmp_path}/mirror"
     copy = tmp_path / "mirror" / "mnist" / "step_00000012"
     shutil.copytree(run / "checkpoints" / copy.name, copy)
     shutil.copy(run / "metrics.jsonl", copy)
     fresh, behind = tmp_path / "fresh", tmp_path / "behind"
-    point = found(fresh, mirror, f"--resume={run}/checkpoints/step_00000008")
-    assert point.checkpoint == fresh / "checkpoints" / copy.name
+    (refused,) = refusal(tmp_path / "branch", mirror, f"--resume={run}/checkpoints/step_00000008")
+    assert "already holds a run whose newest" in refused
+    assert found(fresh, mirror).checkpoint == fresh / "checkpoints" / copy.name
     behind.mkdir()
     (behind / "metrics.jsonl").write_text("another\n")
     found(behind, mirror)
     assert (behind / "damaged_1_metrics.jsonl").read_text() == "another\n"
     logs = {folder: (folder / "metrics.jsonl").read_bytes() for folder in (run, fresh, behind)}
     assert logs[fresh] == logs[behind] == logs[run]
+
+
+def test_a_machine_that_shares_no_disk_reads_all_its_files(whole: Whole, tmp_path: Path) -> None:
+    """Of a checkpoint that it fetched before. Tried with a part for each process: damage to the others' is not seen."""
+    checkpoint = tmp_path / "step_00000012"
+    shutil.copytree(whole("cpu", *ALL).folder / "checkpoints" / checkpoint.name, checkpoint)
+    Accelerator(cpu=True)  # what the helpers gather with
+    one_of_two, alone = Mock(process_index=0, num_processes=2), Mock(is_shared=False, mirror=None)
+    assert first_valid(one_of_two, [checkpoint], alone) == (checkpoint, {})
+    for file in manifest(checkpoint):
+        content = (checkpoint / file).read_bytes()
+        (checkpoint / file).write_bytes(content[:-1] + b" ")
+        assert first_valid(one_of_two, [checkpoint], alone)[0] is None, file
+        (checkpoint / file).write_bytes(content)
 
 
 def on_machines(

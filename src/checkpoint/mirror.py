@@ -9,6 +9,7 @@ publishes them, and at the next start each machine fetches the whole checkpoint.
 """
 
 import os
+import shutil
 from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -82,7 +83,7 @@ class Mirror:
                 remove_incomplete(checkpoint.parent)
                 incomplete = incomplete_path(checkpoint)
                 self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
-                quarantine(checkpoint)
+                shutil.rmtree(checkpoint, ignore_errors=True)
                 incomplete.rename(checkpoint)
         if is_there and accelerator.is_main_process:
             say(f"fetched from {self.url}/{checkpoint.name}")
@@ -119,15 +120,15 @@ class Mirror:
 
         Raise a RunError if the mirror accepts nothing for half of timeout_minutes; the copy then continues unattended.
         """
-        copy, accepted = self._copier.apply_async(self._copy, (folder, *names)), -1
-        while not copy.ready():
+        done, accepted = self._copier.apply_async(self._copy, (folder, *names)), -1
+        while not done.ready():
             if accepted == self._accepted.value:
                 raise RunError(
                     f"{self.url} accepted nothing for half of timeout_minutes={self._config.timeout_minutes:g}"
                 )
             accepted = self._accepted.value
-            copy.wait(30 * self._config.timeout_minutes)
-        copy.get()
+            done.wait(30 * self._config.timeout_minutes)
+        done.get()
 
     def _copy(self, folder: Path, *names: str) -> None:
         """Copy these files. If the checkpoint has its manifest by now, complete it: add metrics.jsonl as it was then,
@@ -137,7 +138,7 @@ class Mirror:
             self._fs.put_file(f"{folder}/{name}", f"{there}/{name}", callback=self._accepted)
             self._accepted.relative_update()  # not all file systems report parts of a file
         if not (folder / MANIFEST).exists():
-            return
+            return  # without a shared disk, other processes still copy theirs
         for name in manifest(folder):
             if not self._fs.exists(f"{there}/{name}"):
                 raise OSError(f"{name} is missing in {self.url}: all machines need the same mirror")

@@ -44,9 +44,11 @@ def _run_errors(config: Config, checkpoints: list[Path]) -> Iterator[str]:
     """Yield what is wrong with the run in the folder, or in its mirror, that has these checkpoints."""
     folder, saved = config.folder, saved_settings(config.folder)
     held = [name for name in RUN_FILES if _is_held(folder / name)]
+    if checkpoints and not held:
+        held.append("checkpoint.mirror")
     elsewhere = f"{ANOTHER_PLACE}, or move that folder away"
     lost = f"output_dir={folder}: its run saved checkpoints, but none are left: restore {folder / 'checkpoints'}"
-    holds, a_run = f"output_dir={folder}: already holds", f"a run ({', '.join(held) or 'checkpoint.mirror'})"
+    holds, a_run = f"output_dir={folder}: already holds", f"a run ({', '.join(held)})"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
         is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
@@ -57,8 +59,8 @@ def _run_errors(config: Config, checkpoints: list[Path]) -> Iterator[str]:
         elif not (source / "manifest.json").is_file():
             yield f"resume={source}: not a checkpoint; auto, never, or a folder step_…"
         elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
-            yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}"
-    elif (held or checkpoints) and config.resume == "never":
+            yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}, or set --resume=auto"
+    elif held and config.resume == "never":
         yield f"{holds} {a_run}; {elsewhere}"
     elif held and not checkpoints:
         if "summary.json" in held or "model" in held or not saved:
