@@ -93,7 +93,7 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
 
 
 def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) -> None:
-    """The log of another history is set aside. Tried without: it is too short. A branch is refused until told to resume."""
+    """The log of another history is set aside. Tried without: it is too short. A branch is refused until told so."""
     run, mirror = whole("cpu", *ALL).folder, f"--checkpoint.mirror={tmp_path}/mirror"
     copy = tmp_path / "mirror" / "mnist" / "step_00000012"
     shutil.copytree(run / "checkpoints" / copy.name, copy)
