@@ -50,5 +50,5 @@ def start_parts(run: Run) -> Parts:
 def open_store(accelerator: Accelerator, config: Config) -> Store:
     """Return the store of the run's checkpoints. Collective."""
     if config.checkpoint.mirror and config.saves:  # room: machines
-        return Mirror(accelerator, config)
+        return Store(config, Mirror(accelerator, config))
     return Store(config)

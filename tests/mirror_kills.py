@@ -15,18 +15,19 @@ from fsspec.implementations.local import LocalFileSystem
 from src.checkpoint.compatibility import read_state
 from src.checkpoint.files import STATE, file_facts, publish
 from src.checkpoint.integrity import problems
-from src.checkpoint.mirror import Mirror, copier
-from src.checkpoint.store import first_valid
+from src.checkpoint.mirror import Mirror
+from src.checkpoint.store import Store, first_valid
 from train import run_settings
 
 FOLDER, STATE_FILE = Path(sys.argv[1]), Path(sys.argv[2])
 ACCELERATOR = Accelerator(cpu=True)
 
 
-def mirror_of(name: str) -> Mirror:
+def store_of(name: str) -> Store:
     """As a start with this output folder sees it."""
     arguments = [f"--output_dir={FOLDER / name}", f"--checkpoint.mirror={FOLDER}/mirror", "--checkpoint.keep_last=2"]
-    return Mirror(ACCELERATOR, run_settings(arguments))
+    config = run_settings(arguments)
+    return Store(config, Mirror(ACCELERATOR, config))
 
 
 def save(step: int) -> Path:
@@ -45,9 +46,10 @@ def save(step: int) -> Path:
     return checkpoint
 
 
-def copy(mirror: Mirror, checkpoint: Path) -> None:
+def copy(checkpoint: Path) -> None:
+    mirror = store_of("run").mirror
     mirror.copy_in_background(checkpoint)
-    mirror.close()
+    mirror.wait()
 
 
 def kill_at(number: int) -> None:
@@ -79,31 +81,29 @@ def kill_at(number: int) -> None:
     patch("rm", lambda folder: next(Path(folder).iterdir()).unlink())
 
 
-first, second, third = (save(step) for step in (1, 2, 3))
-mirror = mirror_of("run")
-copy(mirror, first)
-copy(mirror, second)
+copy(first := save(1))
+copy(second := save(2))
+third = save(3)
 shutil.copytree(FOLDER / "mirror", FOLDER / "before")
 kills, found = 0, []
 while True:
     shutil.rmtree(FOLDER / "mirror")
     shutil.copytree(FOLDER / "before", FOLDER / "mirror")
     if not (child := os.fork()):
-        copier.cache_clear()  # its thread is not in this process
+        mirror = store_of("run").mirror
         kill_at(kills)
-        copy(mirror, third)
+        mirror.copy_in_background(third)
+        mirror.wait()
         os._exit(0)
     is_killed = os.waitpid(child, 0)[1] == signal.SIGKILL
-    elsewhere = mirror_of(f"fresh{kills}")
-    (FOLDER / f"fresh{kills}").mkdir()
-    elsewhere.fetch_run_files()
+    elsewhere = store_of(f"fresh{kills}")
     newest, damaged = first_valid(ACCELERATOR, elsewhere.candidates(), elsewhere)
     assert newest is not None, kills
     assert not damaged, damaged
     assert not any(problems(newest)), kills
     assert (newest.parent.parent / "metrics.jsonl").read_text() == "123456789\n" * read_state(newest).progress.step
     found.append(read_state(newest).progress.step)
-    copy(mirror_of("run"), third)  # it is copied anew, and what was left behind is gone
+    copy(third)  # it is copied anew, and what was left behind is gone
     steps = {path.name for path in (FOLDER / "mirror" / "mnist").iterdir()}
     assert steps == {second.name, third.name}, steps
     if not is_killed:
@@ -111,18 +111,20 @@ while True:
     kills += 1
 assert found == sorted(found)
 
+store = store_of("run")
 (third / "shard-00001.safetensors").write_bytes(bytes(1000))  # is replaced by the mirror's
-assert first_valid(ACCELERATOR, [third], mirror) == (third, {})
+assert first_valid(ACCELERATOR, [third], store) == (third, {})
 assert not any(problems(third))
 for shard in (FOLDER / "mirror" / "mnist").glob("*/shard-00001.safetensors"):  # damaged there too: the one before
     shard.write_bytes(bytes(1000)) if shard.parent.name == third.name else None
 (third / "shard-00001.safetensors").unlink()
-newest, damaged = first_valid(ACCELERATOR, mirror.candidates(), mirror)
+newest, damaged = first_valid(ACCELERATOR, store.candidates(), store)
 assert newest == second, newest
-assert damaged == {third: "shard-00001.safetensors in the mirror is missing, or has changed since it was saved"}
-assert mirror.candidates() == [third, second, first]
+assert damaged == {third: "shard-00001.safetensors has changed since it was saved"}
+assert store.candidates() == [third, second, first]
 
 shutil.rmtree(FOLDER / "mirror")
 (FOLDER / "mirror").write_text("a disk that fails")
-copy(mirror, second)
+store.mirror.copy_in_background(third)
+store.mirror.wait()
 print("killed", kills, "times, found", *found)

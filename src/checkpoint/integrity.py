@@ -64,6 +64,7 @@ def require_whole(checkpoint: Path) -> None:
 
 
 def quarantine(path: Path) -> None:
-    """Rename a damaged checkpoint or file, so that it neither counts nor blocks a new one of its name."""
+    """Rename a damaged checkpoint or file, if it exists, so that it neither counts nor blocks a new one of its name."""
     names = (path.with_name(f"damaged_{number}_{path.name}") for number in itertools.count(1))
-    path.rename(next(name for name in names if not name.exists()))
+    if path.exists():
+        path.rename(next(name for name in names if not name.exists()))

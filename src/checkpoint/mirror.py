@@ -8,20 +8,14 @@ each checkpoint after publishing it. Otherwise each process copies the files tha
 publishes them, and at the next start each machine fetches the whole checkpoint.
 """
 
-import contextlib
-import json
 import os
 import shutil
-import tempfile
-import warnings
-from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
@@ -29,231 +23,137 @@ from src.checkpoint.compatibility import read_state
 from src.checkpoint.files import (
     INCOMPLETE,
     MANIFEST,
-    STATE,
-    Json,
-    file_facts,
     incomplete_path,
     is_checkpoint_name,
-    json_object,
     list_checkpoints,
-    publish,
     remove_incomplete,
     step_of,
-    write_text,
 )
-from src.checkpoint.integrity import RUN_COPIES, manifest, problems, quarantine
-from src.checkpoint.output_dir import lock
-from src.checkpoint.store import Store, chosen
+from src.checkpoint.integrity import manifest, quarantine
+from src.checkpoint.store import chosen
 from src.config.config import Config
-from src.config.environment import LaunchEnvironment
 from src.config.errors import RunError, cause, explained
 from src.config.terminal import say
 from src.distributed.accelerator import local_main_process_first
 
 
-@cache
-def copier() -> ThreadPool:
-    """Return this process's copying thread. It does not keep the process from ending, even if it hangs."""
-    return ThreadPool(1)
+class Mirror:
+    """The mirror of a run. A checkpoint is named by its path in the output folder, even if only the mirror has it."""
 
-
-class Mirror(Store):
-    """A store with copies in a mirror. A checkpoint is named by its local path, even if only the mirror has it."""
+    copying: Path | None = None
+    """The published checkpoint that is being copied."""
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
-        """Raise a UserError if the mirror is not writable. Without a shared disk, lock the output folder on the other
-        machines. Collective."""
-        super().__init__(config)
-        self._accelerator, self._is_main = accelerator, accelerator.is_main_process
+        """Find out whether the machines share a disk. Raise a UserError if the mirror is not writable. Collective."""
+        self._config, self._own = config, config.folder / "checkpoints"
+        self._accepted = Callback()
+        """Counts the files, or parts of files, that the mirror has accepted."""
         name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # includes the trial of a sweep
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{name}"
-        self._says = f"checkpoint.mirror={config.checkpoint.mirror}: "
-        with explained(self._says):
-            self._fs, self._root = url_to_fs(self.url)
+        probe = f"{INCOMPLETE}{os.urandom(8).hex()}"
+        with explained(f"checkpoint.mirror={config.checkpoint.mirror}: "):
+            self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
             self._fs.auto_mkdir = True  # for file systems with folders
             if accelerator.is_local_main_process:
-                probe = f"{self._root}/{INCOMPLETE}{os.urandom(8).hex()}"
-                self._fs.pipe_file(probe, b"probe")
-                self._fs.rm_file(probe)
-        self._newest: Path | None = None
-        self._copied = Callback()
-        """Counts the files, or parts of files, that have been copied."""
-        self._of_main = gather_object([self._own])[0]
-        self.is_shared = self._is_disk_shared()
-        self._is_first = self._is_main if self.is_shared else accelerator.is_local_main_process
-        """Whether this process fetches checkpoints: one does on each disk."""
-        if self._is_first and not self._is_main:
-            lock(config.folder)
-            remove_incomplete(self._own)
+                self._fs.pipe_file(f"{self._root}/{probe}", b"probe")
+                self._fs.rm_file(f"{self._root}/{probe}")
+        if accelerator.is_main_process:
+            (self._own / probe).mkdir(parents=True)  # deleted with what crashes have left behind
+        (of_main,) = broadcast_object_list([probe])
+        self.is_disk_shared = all(gather_object([(self._own / of_main).exists()]))
 
-    def _is_disk_shared(self) -> bool:
-        """Return whether all processes see a file that the main process creates beside the checkpoints. Collective."""
-        if self._accelerator.num_processes == LaunchEnvironment().local_world_size:
-            return True
-        self._own.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self._own) as file:
-            of_main = self._own / gather_object([Path(file.name).name])[0]
-            return all(gather_object([of_main.exists()]))
+    @cached_property
+    def _copier(self) -> ThreadPool:
+        """The copying thread. It does not keep the process from ending, even if it hangs."""
+        return ThreadPool(1)
 
-    def candidates(self) -> list[Path]:
-        if not self._is_main:
-            return []
-        return sorted({*list_checkpoints(self._own), *self._manifests()}, key=step_of, reverse=True)
+    def checkpoints(self, having: str = MANIFEST) -> list[Path]:
+        """Return the checkpoints that have such a file in the mirror, newest first; by default, the complete ones."""
+        found = {self._own / Path(path).parent.name for path in self._fs.glob(f"{self._root}/step_*/{having}")}
+        return sorted((path for path in found if is_checkpoint_name(path.name)), key=step_of, reverse=True)
 
-    def fetch_run_files(self) -> list[Path]:
-        """Keep a local metrics.jsonl that begins with the mirror's, and set any other aside."""
-        there = list(self._manifests())
-        if not there or self._config.resume == "never" or there[0] != self.candidates()[0]:
-            return there
-        for name in RUN_COPIES:
-            file, content = self._config.folder / name, self._fs.cat_file(self._path(there[0], name))
-            if file.suffix == ".jsonl" and file.exists() and not file.read_bytes().startswith(content):
-                quarantine(file)
-            if not file.exists():
-                write_text(file, content.decode())
-        return there
-
-    def fetch_checkpoint(self, checkpoint: Path, wrong: list[str]) -> tuple[Path, list[str]]:
-        """Fetch a checkpoint of this run. With a shared disk, do so only if it is damaged."""
-        if checkpoint.parent != self._of_main or (self.is_shared and not wrong):
-            return checkpoint, wrong
-        checkpoint, files, left = self._own / checkpoint.name, None, list[str]()
-        with explained(self._says, raises=RunError):
-            if self._is_main:  # others may not see all of the mirror yet
-                if checkpoint not in self._manifests() and not any(problems(checkpoint)):
-                    self._copy_checkpoint(checkpoint)  # saved by a single machine that had not copied it yet
-                files = self._manifests().get(checkpoint)
-            files = gather_object([files])[0]
-            if files is None:
-                left = [*wrong, "not in the mirror"]
-            with local_main_process_first(self._accelerator):  # without a timeout
-                if files and self._is_first:
-                    left = self._fetch(checkpoint, files)
-            left = gather_object(left)
-        if self._is_main and not left:
+    def fetch(self, checkpoint: Path, accelerator: Accelerator) -> None:
+        """Replace a damaged or missing checkpoint on each disk with the mirror's, if that has it. Fetch its
+        metrics.jsonl too, unless the local one continues that. Collective."""
+        # as the main process sees the mirror: others may not see all of it yet
+        (is_there,) = broadcast_object_list([checkpoint in self.checkpoints()])
+        is_first = accelerator.is_main_process if self.is_disk_shared else accelerator.is_local_main_process
+        with explained(f"{self.url}: ", raises=RunError), local_main_process_first(accelerator):  # without a timeout
+            if is_there and is_first:
+                remove_incomplete(checkpoint.parent)
+                incomplete = incomplete_path(checkpoint)
+                self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
+                shutil.rmtree(checkpoint, ignore_errors=True)
+                incomplete.rename(checkpoint)
+        if is_there and accelerator.is_main_process:
             say(f"fetched from {self.url}/{checkpoint.name}")
-        return checkpoint, left
-
-    def _fetch(self, checkpoint: Path, files: Json) -> list[str]:
-        """Replace the local checkpoint with the mirrored one. Return what is wrong with that."""
-        incomplete = incomplete_path(checkpoint)
-        incomplete.mkdir(parents=True, exist_ok=True)
-        for name, facts in files.items():
-            file = incomplete / name
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.get_file(self._path(checkpoint, name), str(file))
-            if not file.exists() or file_facts(file) != facts:
-                return [f"{name} in the mirror is missing, or has changed since it was saved"]
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        publish(incomplete, files, checkpoint)
-        return []
-
-    def catch_up(self, checkpoint: Path, is_finished: bool) -> None:
-        """Wait for the copy if the run is finished."""
-        if self.is_shared and checkpoint not in self._manifests():
-            self.copy_in_background(checkpoint)
-            if is_finished:
-                self.close()
+            metrics = self._config.folder / "metrics.jsonl"
+            saved = (checkpoint / metrics.name).read_bytes()
+            if not metrics.exists() or not metrics.read_bytes().startswith(saved):
+                quarantine(metrics)
+                metrics.write_bytes(saved)
 
     def copy_in_background(self, checkpoint: Path) -> None:
         """Copy a published checkpoint once the current copy is done, unless a newer one has been published by then."""
-        self._newest = checkpoint
-        copier().apply_async(self._copy_newest, (checkpoint,))
+        self._copier.apply_async(self._copy_newest, (checkpoint,))
 
     def _copy_newest(self, checkpoint: Path) -> None:
         self.copying = checkpoint
         try:
-            if checkpoint != self._newest:
+            if checkpoint not in list_checkpoints(self._own)[:1]:
                 raise RunError(f"{self.url} is slower than the saves")
-            self._copy_checkpoint(checkpoint)
+            self._copy(checkpoint, *manifest(checkpoint))
             say(f"mirrored to {self.url}/{checkpoint.name}")
         except Exception as error:
             say(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
         self.copying = None
 
-    def close(self) -> None:
-        """Wait for the copy in progress, as `await_copy` does. Warn if it fails."""
+    def wait(self) -> None:
+        """Wait for the copies in the background, as `copy` does. Warn if they hang."""
         try:
-            self.await_copy(bool)
+            self.copy(self._own)
         except RunError as error:
             say(f"WARNING: the mirror lacks the newest checkpoint: {error}")
-        else:
-            copier().close()  # a pool that is still open at exit prints an exception
-            copier.cache_clear()
 
-    def await_copy(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Call `work` in the copying thread, after what is queued there, and wait for it.
+    def copy(self, folder: Path, *names: str) -> None:
+        """Copy these files of a checkpoint, after what is copied in the background. Wait until it is done.
 
-        Raise a RunError if the mirror accepts nothing for half of timeout_minutes; `work` then continues unattended.
+        Raise a RunError if the mirror accepts nothing for half of timeout_minutes; the copy then continues unattended.
         """
-        work_done, copied = copier().apply_async(work, arguments), -1
-        while not work_done.ready():
-            if copied == self._copied.value:
+        done, accepted = self._copier.apply_async(self._copy, (folder, *names)), -1
+        while not done.ready():
+            if accepted == self._accepted.value:
                 raise RunError(
                     f"{self.url} accepted nothing for half of timeout_minutes={self._config.timeout_minutes:g}"
                 )
-            copied = self._copied.value
-            work_done.wait(30 * self._config.timeout_minutes)
-        work_done.get()
+            accepted = self._accepted.value
+            done.wait(30 * self._config.timeout_minutes)
+        done.get()
 
-    def _copy_checkpoint(self, checkpoint: Path) -> None:
-        files = manifest(checkpoint)
-        self._put(checkpoint, files.keys() - {STATE})
-        self._complete(checkpoint, files)
-
-    def put(self, folder: Path, files: Iterable[str]) -> None:
-        if not self.is_shared:
-            self.await_copy(self._put, folder, files)
-
-    def publish_checkpoint(self, folder: Path, files: Json, checkpoint: Path) -> bool:
-        if not self.is_shared:  # the manifest in the mirror publishes it
-            self.await_copy(self._complete, folder, files)
-            return False
-        super().publish_checkpoint(folder, files, checkpoint)
-        self.copy_in_background(checkpoint)
-        return True
-
-    def _put(self, folder: Path, files: Iterable[str]) -> None:
-        """Copy these files of a checkpoint, which may still be incomplete."""
-        for name in files:
-            self._fs.put_file(str(folder / name), self._path(folder, name), callback=self._copied)
-            self._copied.relative_update()  # not all file systems report parts of a file
-
-    def _complete(self, folder: Path, files: Json) -> None:
-        """Copy state.json, and metrics.jsonl as it was then; add the manifest; delete superfluous checkpoints."""
+    def _copy(self, folder: Path, *names: str) -> None:
+        """Copy these files. If the checkpoint has its manifest by now, complete it: add metrics.jsonl as it was then,
+        config.yaml and the manifest, and delete superfluous checkpoints."""
+        there = f"{self._root}/{folder.name.removeprefix(INCOMPLETE)}"
+        for name in names:
+            self._fs.put_file(f"{folder}/{name}", f"{there}/{name}", callback=self._accepted)
+            self._accepted.relative_update()  # not all file systems report parts of a file
+        if not (folder / MANIFEST).exists():
+            return  # without a shared disk, other processes still copy theirs
+        for name in manifest(folder):
+            if not self._fs.exists(f"{there}/{name}"):
+                raise OSError(f"{name} is missing in {self.url}: all machines need the same mirror")
         state = read_state(folder)
-        self._put(folder, [STATE])
-        for name, facts in files.items():
-            if self._fs.size(self._path(folder, name)) != facts["bytes"]:
-                raise OSError(f"{name} in {self.url} differs from what was written: all machines need the same mirror")
-        metrics, settings = (self._config.folder / name for name in RUN_COPIES)
-        self._fs.pipe_file(self._path(folder, metrics.name), metrics.read_bytes()[: state.metrics_bytes])
-        self._fs.put_file(str(settings), self._path(folder, settings.name))
-        self._fs.pipe_file(self._path(folder, MANIFEST), json.dumps({"files": files}).encode())
-        try:
-            whole = self._manifests()
-            kept = chosen(list(whole), self._config.checkpoint, state.progress.evaluations)
-            for path in self._fs.glob(f"{self._root}/step_*"):
-                checkpoint = self._own / Path(path).name
-                if checkpoint in kept or not is_checkpoint_name(checkpoint.name):
-                    continue
-                if checkpoint in whole:  # first, or the rest would count as a checkpoint
-                    self._fs.rm_file(f"{path}/{MANIFEST}")
-                self._fs.rm(path, recursive=True)
-        except Exception as error:  # the new checkpoint is complete
-            warnings.warn(f"old checkpoints in {self.url} could not be deleted: {error}", stacklevel=1)
-
-    def _path(self, checkpoint: Path, file: str) -> str:
-        return f"{self._root}/{checkpoint.name.removeprefix(INCOMPLETE)}/{file}"
-
-    def _manifests(self) -> dict[Path, Json]:
-        """Return the manifest of each complete checkpoint in the mirror, newest first."""
-        self._fs.invalidate_cache()
-        found = {}
-        for path in self._fs.glob(f"{self._root}/step_*/{MANIFEST}"):
-            checkpoint = self._own / Path(path).parent.name
-            files = json_object(self._fs.cat_file(path)).get("files", {})
-            leads_here = all(Path(name).name == name for name in files)
-            if is_checkpoint_name(checkpoint.name) and files and leads_here:
-                found[checkpoint] = files
-        return {checkpoint: found[checkpoint] for checkpoint in sorted(found, key=step_of, reverse=True)}
+        metrics = (self._config.folder / "metrics.jsonl").read_bytes()
+        self._fs.pipe_file(f"{there}/metrics.jsonl", metrics[: state.metrics_bytes])
+        self._fs.put_file(f"{self._config.folder}/config.yaml", f"{there}/config.yaml")
+        self._fs.put_file(f"{folder}/{MANIFEST}", f"{there}/{INCOMPLETE}")
+        self._fs.mv(f"{there}/{INCOMPLETE}", f"{there}/{MANIFEST}")  # whole or not at all
+        complete = self.checkpoints()
+        kept = chosen(complete, self._config.checkpoint, state.progress.evaluations)
+        for checkpoint in self.checkpoints(having="*"):
+            if checkpoint in kept:
+                continue
+            old = f"{self._root}/{checkpoint.name}"
+            if checkpoint in complete:  # first, or the rest would count as a checkpoint
+                self._fs.rm_file(f"{old}/{MANIFEST}")
+            self._fs.rm(old, recursive=True)

@@ -23,29 +23,28 @@ PATIENCE_SECONDS = 40
 """A little longer than a launcher gives its processes to end."""
 
 
-def folder_errors(config: Config, mirrored: list[Path] | None = None) -> Iterator[str]:
-    """Yield an error line for each reason why the run must not write into its output folder. `mirrored` are the
-    checkpoints in its mirror; None: not known yet, so the folder may lack anything."""
+def folder_errors(config: Config, found: list[Path] | None = None) -> Iterator[str]:
+    """Yield an error line for each reason why the run must not write into its output folder. `found` are the
+    checkpoints there and in its mirror; None: not known yet, so the folder may lack anything that a mirror has."""
     folder = config.folder
     try:
         if any(len(os.fsencode(part)) > 255 for part in folder.parts):
             yield f"output_dir={folder}: a name in it is longer than 255 bytes; {ANOTHER_PLACE}"
             return
         # a copy of the project may have no mirrors
-        is_known = mirrored is not None or not getattr(config.checkpoint, "mirror", None)
+        is_known = found is not None or not getattr(config.checkpoint, "mirror", None)
         if config.mode != "check" and is_known:
-            yield from _run_errors(config, mirrored or [])
+            yield from _run_errors(config, found or list_checkpoints(folder / "checkpoints"))
         yield from _write_errors(folder)
     except OSError as error:
         yield f"output_dir={folder}: cannot access {error.filename}, {error.strerror}; {ANOTHER_PLACE}"
 
 
-def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
-    """Yield what is wrong with the run in the folder, or in its mirror."""
+def _run_errors(config: Config, checkpoints: list[Path]) -> Iterator[str]:
+    """Yield what is wrong with the run in the folder, or in its mirror, that has these checkpoints."""
     folder, saved = config.folder, saved_settings(config.folder)
     held = [name for name in RUN_FILES if _is_held(folder / name)]
-    checkpoints = list_checkpoints(folder / "checkpoints") or mirrored
-    if mirrored:
+    if checkpoints and not held:
         held.append("checkpoint.mirror")
     elsewhere = f"{ANOTHER_PLACE}, or move that folder away"
     lost = f"output_dir={folder}: its run saved checkpoints, but none are left: restore {folder / 'checkpoints'}"
@@ -60,7 +59,7 @@ def _run_errors(config: Config, mirrored: list[Path]) -> Iterator[str]:
         elif not (source / "manifest.json").is_file():
             yield f"resume={source}: not a checkpoint; auto, never, or a folder step_…"
         elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
-            yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}"
+            yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}, or set --resume=auto"
     elif held and config.resume == "never":
         yield f"{holds} {a_run}; {elsewhere}"
     elif held and not checkpoints:

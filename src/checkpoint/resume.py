@@ -75,7 +75,7 @@ def _take_folder(config: Config, store: Store) -> None:
     """Lock the output folder for this run, and clean it up. Raise a UserError if the run must not write there."""
     claim(config.folder)
     # check again: whoever held the lock may have written there
-    refuse(folder_errors(config, store.fetch_run_files()))
+    refuse(folder_errors(config, store.candidates()))
     remove_incomplete(config.folder / "checkpoints")
 
 
@@ -118,16 +118,19 @@ def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumeP
 
 
 def _adopt(config: Config, store: Store, point: ResumePoint, damaged: Damaged) -> None:
-    """Make sure that metrics.jsonl matches the run's own checkpoint, that the mirror has a copy of that, and that no
-    damaged checkpoint is in the way."""
+    """Make sure that metrics.jsonl matches the run's own checkpoint, that no damaged checkpoint is in the way, and that
+    the mirror gets what it lacks."""
     if point.checkpoint and (own := point.own_state(config)):
         require_whole_metrics(config, point.checkpoint, own)
-        store.catch_up(point.checkpoint, point.is_finished)
     if config.saves:
         # only the run's own: the checkpoint that it branches off from is the last candidate
         for path in damaged:
-            if path.exists():  # it may only be in the mirror
-                quarantine(path)
+            quarantine(path)
+    if store.mirror and point.is_own(config):
+        if point.checkpoint not in store.mirror.checkpoints():
+            store.mirror.copy_in_background(point.checkpoint)
+        if point.is_finished:
+            store.mirror.wait()
 
 
 def load_checkpoint(run: Run) -> None:

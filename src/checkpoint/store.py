@@ -2,8 +2,8 @@
 
 import math
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -17,39 +17,23 @@ from src.training.score import score
 
 
 class Store:
-    """The checkpoints in a run's output folder, which all machines share. A subclass may keep copies elsewhere."""
+    """The checkpoints in a run's output folder, and their copies in its mirror, if it has one."""
 
-    is_shared = True
-    """Whether all machines see the same output folder."""
-    copying: Path | None = None
-    """The published checkpoint that is being copied elsewhere."""
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, mirror: Any = None) -> None:
         self._config, self._own = config, config.folder / "checkpoints"
-
-    def fetch_run_files(self) -> list[Path]:
-        """Fetch metrics.jsonl and config.yaml from elsewhere if they are newer there. Return the checkpoints there,
-        newest first. Called on the main process."""
-        return []
+        self.mirror = mirror
+        """A Mirror of src/checkpoint/mirror.py."""
+        self.is_shared = mirror is None or mirror.is_disk_shared
+        """Whether all machines see the same output folder. If not, only the mirror has whole checkpoints."""
 
     def candidates(self) -> list[Path]:
-        """Return the checkpoints to resume from, newest first. Only the main process's answer counts."""
-        return list_checkpoints(self._own)
+        """Return the checkpoints to resume from, newest first, by their path in the output folder."""
+        mirrored = self.mirror.checkpoints() if self.mirror else []
+        return sorted({*list_checkpoints(self._own), *mirrored}, key=step_of, reverse=True)
 
-    def fetch_checkpoint(self, checkpoint: Path, wrong: list[str]) -> tuple[Path, list[str]]:
-        """Fetch a checkpoint from elsewhere if that repairs it. Return its path on this machine, and what is still
-        wrong with it. Collective."""
-        return checkpoint, wrong
-
-    def catch_up(self, checkpoint: Path, is_finished: bool) -> None:
-        """Copy a checkpoint whose copy failed or was interrupted. Called on the main process."""
-
-    def put(self, folder: Path, files: Iterable[str]) -> None:
-        """Copy files that this process has written into the folder of an incomplete checkpoint."""
-
-    def publish_checkpoint(self, folder: Path, files: Json, checkpoint: Path) -> bool:
-        """Publish a checkpoint that all processes have written. Return whether it is now in the output folder. Called
-        on the main process. Raise an OSError if a file is missing, or incomplete.
+    def publish_checkpoint(self, folder: Path, files: Json, checkpoint: Path) -> None:
+        """Publish a checkpoint that all processes have written, on a shared disk. Called on the main process. Raise an
+        OSError if a file is missing, or incomplete.
 
         Args:
             folder: folder of the incomplete checkpoint.
@@ -60,13 +44,14 @@ class Store:
             if not file.exists() or file.stat().st_size != facts["bytes"]:
                 raise OSError(f"{file} differs from what was written: share output_dir, or set checkpoint.mirror")
         publish(folder, files, checkpoint)
-        return True
+        if self.mirror:
+            self.mirror.copy_in_background(checkpoint)
 
     def rotate(self, evaluations: Evaluations) -> None:
         """Delete the checkpoints in the output folder that the settings don't keep. A crash in between leaves nothing
         that looks like a checkpoint."""
         whole = [path for path in list_checkpoints(self._own) if not any(problems(path, contents=False))]
-        kept = [*chosen(whole, self._config.checkpoint, evaluations), self.copying]
+        kept = [*chosen(whole, self._config.checkpoint, evaluations), self.mirror and self.mirror.copying]
         for path in whole:
             if path in kept:
                 continue
@@ -75,20 +60,19 @@ class Store:
             else:
                 shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
 
-    def close(self) -> None:
-        """Wait for the copy in progress."""
-
 
 def first_valid(accelerator: Accelerator, candidates: list[Path], store: Store) -> tuple[Path | None, Damaged]:
-    """Return the first valid one of the main process's candidates, and what is wrong with those before it. Each process
-    reads a part of the files. Collective."""
+    """Return the first valid one of the main process's candidates, and what is wrong with those before it. The
+    processes that share a disk read a part of the files each. Collective."""
     # as the main process sees them: a change to a file system reaches machines at different times
     (candidates,) = broadcast_object_list([candidates])
     damaged: Damaged = {}
-    shard = accelerator.process_index, accelerator.num_processes
+    shard = (accelerator.process_index, accelerator.num_processes) if store.is_shared else (0, 1)
     for checkpoint in candidates:
         wrong = gather_object(list(problems(checkpoint, shard=shard)))
-        checkpoint, wrong = store.fetch_checkpoint(checkpoint, wrong)
+        if wrong and store.mirror:
+            store.mirror.fetch(checkpoint, accelerator)
+            wrong = gather_object(list(problems(checkpoint, shard=shard)))
         if not wrong:
             return checkpoint, damaged
         damaged[checkpoint] = wrong[0]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.files import STATE, file_facts, incomplete_path, sync, write_json, write_text
+from src.checkpoint.files import MANIFEST, STATE, file_facts, incomplete_path, sync, write_json, write_text
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.status import write_unfinished
 from src.checkpoint.tensors import rank_state_dict, run_tensors
@@ -111,10 +111,11 @@ class CheckpointWriter:
         return self._pending is not None and not self._pending[1].done()
 
     def close(self) -> None:
-        """Wait for the checkpoint being written, free the copies' memory, and close the store."""
+        """Wait for the checkpoint being written and its copy in the mirror, and free the copies' memory."""
         self.poll(wait=True)
         self._stager.close()
-        self._run.store.close()
+        if self._run.store.mirror:
+            self._run.store.mirror.wait()
 
 
 class StorageWriter(HuggingFaceStorageWriter):
@@ -138,7 +139,8 @@ class StorageWriter(HuggingFaceStorageWriter):
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         facts = {name: file_facts(self.folder / name) for name in (random, shard)}
-        self._run.store.put(self.folder, facts)
+        if not self._run.store.is_shared:
+            self._run.store.mirror.copy(self.folder, *facts)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
         return done
@@ -149,8 +151,11 @@ class StorageWriter(HuggingFaceStorageWriter):
         files = {STATE: file_facts(self.folder / STATE)}
         for (result,) in results:
             files |= result.storage_data
-        if not self._run.store.publish_checkpoint(self.folder, files, self.checkpoint):
+        if not self._run.store.is_shared:  # the manifest in the mirror publishes it
+            write_json(self.folder / MANIFEST, {"files": files})
+            self._run.store.mirror.copy(self.folder, STATE)
             return
+        self._run.store.publish_checkpoint(self.folder, files, self.checkpoint)
         try:
             self._run.store.rotate(self.state.progress.evaluations)
             write_unfinished(self._run.config.folder, self.checkpoint)

@@ -40,7 +40,8 @@ def in_steps(fault: Callable[[], float | None], steps: range = range(STEP, STEP 
     def save_and_wait(self: write.CheckpointWriter, tracker_state: dict[str, Any]) -> None:
         save(self, tracker_state)
         self.poll(wait=True)
-        self._run.store.close()
+        if self._run.store.mirror:
+            self._run.store.mirror.wait()
 
     def plant() -> None:
         before(Mnist, "loss", lambda _, model, __: fault() if model.training and next(calls) in steps else None)
