@@ -23,7 +23,7 @@ from src.tasks import load_metric
 from src.tasks.base import Counts, Table, Task
 from src.tasks.tables import label_columns, label_tables
 
-RECOGNIZED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
+RECOGNIZED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 """Formats that Pillow registers, but cannot read by itself."""
 SUFFIXES = {
     suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN and kind not in RECOGNIZED

@@ -178,7 +178,7 @@ def test_variables_of_wandb_that_cannot_be_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_MODE", "ofline")
     assert mistakes() == [
         "WANDB_SWEEP_ID=x is set in the environment, without WANDB_RUN_ID: unset it",
-        "WANDB_MODE is set in the environment, but not to what W&B takes: online|offline|disabled|shared|run|dryrun",
+        "WANDB_MODE is set in the environment, but must be online, offline or disabled",
     ]
 
 

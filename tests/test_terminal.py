@@ -137,23 +137,58 @@ def test_after_ctrl_c_the_last_line_says_how_to_resume(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_quiet_or_still_needed_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes on exit code 1, starts the run again, or waits for other machines."""
+    """It passes on exit code 1, starts the run again, waits for other machines, shows what a process wrote to a file,
+    or is none. Tried without each of the conditions."""
     ended: list[int] = []
-    launcher = SimpleNamespace(cmdline=lambda: ["accelerate", "launch", *options], send_signal=ended.append)
-    monkeypatch.setattr(process.psutil, "Process", lambda _: launcher)
+    words = ["python", "/bin/accelerate", "launch", "train.py"]
+    own = {"pid": os.getpid(), "children": list, "send_signal": ended.append, "cmdline": lambda: words}
+    monkeypatch.setattr(process.psutil, "Process", lambda _: SimpleNamespace(**own))
     monkeypatch.setattr(process, "HAS_FAILED", threading.Event())
     process.HAS_FAILED.set()
-    options: list[str] = []
     for name, value in (("GROUP_WORLD_SIZE", "2"), ("TORCHELASTIC_MAX_RESTARTS", "3")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
             process.end_launcher()
-    options = ["--quiet"]
-    process.end_launcher()
+    with monkeypatch.context() as patched, open(os.devnull) as elsewhere:
+        patched.setattr(os, "stat", lambda _: os.fstat(elsewhere.fileno()))
+        process.end_launcher()
+    for others in ([*words, "--quiet"], ["bash", "-c", "python train.py; accelerate launch train.py"]):
+        own["cmdline"] = lambda others=others: others
+        process.end_launcher()
     assert ended == []
-    options = []
+    own["cmdline"] = lambda: words
     process.end_launcher()
     assert ended == [signal.SIGUSR1]
+
+
+HANGS = """
+import os, sys, time
+sys.path.insert(0, os.getcwd())
+import train
+from src.start import begin
+from src.tasks.mnist import Mnist
+
+def loss(*_):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("the root cause")
+    time.sleep(10_000)
+
+begin(sys.argv[1:])
+Mnist.loss = loss
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_does_not_outlive_the_launcher(tmp_path: Path) -> None:
+    """Torch's launcher would kill it after this timeout. Tried without: it is left running."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    where: dict[str, Any] = {"folder": tmp_path / "run", "script": str(tmp_path / "hangs.py")}
+    own = ("--task.source=digits", "--wandb.mode=disabled", f"--output_dir={tmp_path}/run")
+    with Started("ddp", *own, real=True, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2", **where) as started:
+        ended = started.ended(seconds=60)
+    assert ended.exit_code != 0
+    assert ended.stdout.splitlines()[-1].endswith("RuntimeError: the root cause")
 
 
 @needs_text

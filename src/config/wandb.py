@@ -11,12 +11,13 @@ from src.config.settings import Settings
 
 Keep = Literal["no", "reference", "copy"]
 RULES = {
-    "WANDB_MODE": "online|offline|disabled|shared|run|dryrun",
-    "WANDB_PROJECT": r"[^/\\#?%:]{1,128}",
-    "WANDB_TAGS": "[^,]{1,64}(,[^,]{1,64})*",
-    "WANDB_API_KEY": r"\S+",
+    "WANDB_MODE": ("online|offline|disabled|shared|run|dryrun", "online, offline or disabled"),
+    "WANDB_PROJECT": (r"[^/\\#?%:]{1,128}", "up to 128 characters, but none of / \\ # ? % :"),
+    "WANDB_TAGS": ("[^,]{1,64}(,[^,]{1,64})*", "tags of up to 64 characters, with a comma between two"),
+    "WANDB_RUN_ID": (r"[^:;,#?/']{1,128}", "up to 128 characters, but none of : ; , # ? / '"),
+    "WANDB_API_KEY": (r"\S+", "a key without spaces"),
 }
-"""What W&B takes for its environment variables, as regular expressions."""
+"""What W&B takes for its environment variables: a regular expression, and in words."""
 
 
 class Wandb(Settings):
@@ -24,7 +25,7 @@ class Wandb(Settings):
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: WANDB_MODE or WANDB_DISABLED, else online if there are credentials, else offline."""
-    project: Annotated[str | None, Field(pattern=f"^{RULES['WANDB_PROJECT']}$")] = None
+    project: Annotated[str | None, Field(pattern=f"^{RULES['WANDB_PROJECT'][0]}$")] = None
     """Project of the run; null: WANDB_PROJECT, else accelerate-template."""
     entity: str | None = None
     """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
@@ -56,6 +57,8 @@ class Wandb(Settings):
         for name, value in [*os.environ.items()]:
             if name.startswith("WANDB_") and not value:
                 del os.environ[name]
-            elif not re.fullmatch(RULES.get(name, "(?s).*"), value) and self.chosen_mode != "disabled":
-                yield f"{name} is set in the environment, but not to what W&B takes: {RULES[name]}"
+            elif name in RULES and self.chosen_mode != "disabled":
+                pattern, words = RULES[name]
+                if not re.fullmatch(pattern, value):  # which is not shown, as it may be a secret
+                    yield f"{name} is set in the environment, but must be {words}"
         os.environ.setdefault("WANDB_SAVE_CODE", "true")

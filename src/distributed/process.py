@@ -27,8 +27,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
 """Environment variables that only accelerate's and torch's launchers set, and always do."""
-LAUNCHERS = r"\baccelerate( launch|-launch|\.commands\.launch)|\btorchrun|torch\.distributed\.run"
-"""Matches the command lines of launchers."""
+LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
+"""Words of their command lines, without folders."""
 COLLECTIVE_FAILED = "gloo|NCCL|caused pair closure"
 """Matches errors of a collective, which only say that another process has failed."""
 TIMED_OUT = "(?i)timed out|timeout caused pair closure"
@@ -171,29 +171,43 @@ def end_with_launcher() -> None:
     """
     if any(name in os.environ for name in LAUNCHER_VARIABLES):
         end_with_parent()
-        atexit.register(end_launcher)  # before all others, and so called last: this process ends with its launcher
+        atexit.register(end_launcher)  # before all others, and so called last
 
 
 def end_launcher() -> None:
     """End the launcher after an error or Ctrl-C, once this process has said what happened: its own traceback, of 11
-    lines in Accelerate's and 41 in torch's, would bury that.
+    lines in Accelerate's and 41 in torch's, would bury that. Then end the other processes, as the launcher would have.
 
-    SIGUSR1 ends it without a word, as it has no handler for it. A launcher that tries again, or that other machines
-    wait for, goes on.
+    SIGUSR1 ends it without a word, as it has no handler for it. A launcher goes on if it tries again, if other machines
+    wait for it, or if it has yet to show what this process has said (--tee).
     """
     value = os.environ.get
     if value("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or value("GROUP_WORLD_SIZE", "1") != "1":
         return
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):  # such as systems without /proc
         launcher = psutil.Process(os.getppid())
-        command = " ".join(launcher.cmdline())
+        words = launcher.cmdline()
         was_interrupted = SIGNALS.name == "SIGINT" and value("LOCAL_RANK", "0") == "0"
-        is_quiet = "--quiet" in command and "RANK" not in os.environ  # with several processes, that does nothing
-        if re.search(LAUNCHERS, command) and (was_interrupted or (HAS_FAILED.is_set() and not is_quiet)):
+        is_quiet = "--quiet" in words and "RANK" not in os.environ  # with several processes, that does nothing
+        is_due = was_interrupted or (HAS_FAILED.is_set() and not is_quiet)
+        writes_there = os.path.samestat(os.fstat(2), os.stat(f"/proc/{launcher.pid}/fd/2"))
+        if is_due and writes_there and LAUNCHERS & {*map(os.path.basename, words)}:
+            others = [process for process in launcher.children() if process.pid != os.getpid()]
+            end_with_parent(0)  # this process outlives the launcher, whose death asks the others to end
             launcher.send_signal(signal.SIGUSR1)
+            kill_at = time.monotonic() + float(value("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+            while (alive := [*filter(_is_alive, others)]) and time.monotonic() < kill_at:
+                time.sleep(0.05)
+            for process in alive:
+                process.kill()
 
 
-def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """On Linux, have this process get a signal when its parent dies."""
+def _is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs: in some containers, nobody buries those that have ended."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """On Linux, have this process get a signal when its parent dies; 0: none."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
