@@ -170,7 +170,9 @@ def become_rank(request: Request, script: str, arguments: list[str], environment
     seem("cmdline", [sys.executable, "accelerate", "launch", *request.words])
     seem("environ", request.environment)
     seem("cwd", request.cwd)
-    seem("send_signal", None)  # it would end the launcher after an error, whose words nobody reads here
+    # after an error, it would end the launcher, whose words nobody reads here, and wait for its other processes
+    seem("send_signal", None)
+    seem("children", [])
     sys.argv = [script, *arguments]
     sys.orig_argv = [sys.executable, *sys.argv]
     if request.project != str(PROJECT):  # a copy of it, with changes
