@@ -1,12 +1,14 @@
 """What the yaml asks for is what runs, or nothing does: one line, exit code 2, no traceback, no file."""
 
 import ast
+import ctypes
 import importlib.metadata
 import signal
 import subprocess
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import yaml
 
 from src.config.requirements import lacking
 from src.distributed.accelerator import choose_precision
+from src.distributed.launcher import unusable_gpu
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, needs, run_command, slow
 
 FSDP = yaml.safe_load((PROJECT / "accelerate_configs/fsdp.yaml").read_text())
@@ -340,17 +343,38 @@ accelerator.end_training()
     assert launch("ddp", script=str(tmp_path / "script.py")).succeeded().stdout == "01"
 
 
-@pytest.mark.parametrize(("visible", "is_refused"), [("0", True), ("", False)])
-def test_a_gpu_torch_cannot_use(launch: Launch, tmp_path: Path, visible: str, is_refused: bool) -> None:
-    """Such as one with an older driver, unless it is hidden on purpose. Tried without it: a night on the CPU."""
-    there = f"import src.distributed.launcher as l, pathlib; l.NVIDIA = pathlib.Path({str(tmp_path)!r})"
-    run = launch("single_gpu", "--dry-run", before=there, CUDA_VISIBLE_DEVICES=visible)
-    if is_refused:
-        assert fnmatchcase(
-            refused(run), f"torch {torch.__version__} cannot use this machine's NVIDIA GPU: install one *"
-        )
-    else:
-        run.succeeded()
+def driver(version: int) -> Any:
+    """What a machine has in place of libcuda.so.1."""
+
+    def report(known: Any) -> int:
+        known._obj.value = version
+        return 0
+
+    return lambda _: SimpleNamespace(cuDriverGetVersion=report)
+
+
+def no_driver(_: str) -> None:
+    raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("load", "cuda", "says"),
+    [
+        (no_driver, "13.0", None),
+        (driver(13000), "13.2", None),  # minor versions mix
+        (driver(12080), "13.0", "supports CUDA 12.8, but this torch * is built for 13.0: install one for *"),
+        (driver(12080), None, "supports CUDA 12.8, but this torch * is built for CPUs: install one for *"),
+    ],
+)
+def test_a_gpu_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, load: Any, cuda: str | None, says: str | None) -> None:
+    """Tried without it: a night on the CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = unusable_gpu()
+    assert found is None if says is None else found and fnmatchcase(found, f"the driver of the NVIDIA GPU {says}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert unusable_gpu() is None
 
 
 REAL = importlib.metadata.version

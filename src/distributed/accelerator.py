@@ -43,7 +43,7 @@ for harmless in (
     r"`?torch\.distributed\.all_gather_into_tensor",  # its gather does, on NCCL
     # of weights with one input channel, which are also channels-last; for other weights the warning matters
     r"(?s)Grad strides do not match bucket view strides.*sizes\(\) = \[\d+, 1, ",
-    "CUDA initialization",  # launcher.py says it in one line
+    "CUDA initialization",  # launcher.py explains it in one line
 ):
     warnings.filterwarnings("ignore", harmless)
 HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

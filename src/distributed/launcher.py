@@ -4,6 +4,7 @@ Accelerate accepts a wrong yaml: it ignores misspelt FSDP keys, and on a machine
 is alone and trains a separate model. Here each of these ends the run with one line.
 """
 
+import ctypes
 import os
 import shlex
 import sys
@@ -28,8 +29,6 @@ SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of variables that only the launcher should set, from the yaml. Set in the shell, they change what the yaml
 asks for."""
 
-NVIDIA = Path("/dev/nvidiactl")
-"""What Linux has if this process may use an NVIDIA GPU."""
 REFUSED: dict[str, Any] = read_yaml(Path(__file__).with_name("refused.yaml").read_bytes())
 """What to do instead of what is not supported, by the launcher's variable and its value in capitals; OTHER: any other
 value. Null: it is supported."""
@@ -95,6 +94,24 @@ def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnvironment) 
         raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}, or FSDP 1")
 
 
+def unusable_gpu() -> str | None:
+    """Return why torch can't use this machine's NVIDIA GPU; None if there is none, it is hidden, or its driver is new
+    enough."""
+    driver, built_for = ctypes.c_int(), torch.version.cuda
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))  # such as 12080
+    except OSError:  # no driver
+        return None
+    is_new_enough = built_for and driver.value // 1000 >= int(built_for.partition(".")[0])  # minor versions mix
+    if is_new_enough or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
+    known = f"{driver.value // 1000}.{driver.value % 1000 // 10}"
+    return (
+        f"the driver of the NVIDIA GPU supports CUDA {known}, but this torch {torch.__version__} is built for "
+        f"{built_for or 'CPUs'}: install one for CUDA {known} or older, or update the driver"
+    )
+
+
 def launch_errors(
     launcher: Launcher | None, config: Config, asked: LaunchEnvironment, on_cpu: bool, precision: str
 ) -> Iterator[str]:
@@ -111,11 +128,8 @@ def launch_errors(
         yield f"{name}={shell[name]} is set in the environment and would override the yaml: unset it"
     if overriding:
         return  # the other checks would judge its effect
-    if on_cpu and not asked.cpu and NVIDIA.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        yield (
-            f"torch {torch.__version__} cannot use this machine's NVIDIA GPU: install one for a CUDA that the driver "
-            "supports (`nvidia-smi` shows the newest), or update the driver; accelerate_configs/cpu.yaml is for the CPU"
-        )
+    if on_cpu and not asked.cpu and (reason := unusable_gpu()):
+        yield f"{reason}; accelerate_configs/cpu.yaml trains on the CPU"
     gpus = torch.accelerator.device_count()
     if not on_cpu and asked.local_world_size > gpus:
         yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"

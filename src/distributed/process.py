@@ -204,7 +204,9 @@ def end_launcher() -> None:
 
 def _is_alive(process: psutil.Process) -> bool:
     """Return whether a process runs: in some containers, nobody buries those that have ended."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:

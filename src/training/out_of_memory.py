@@ -1,4 +1,4 @@
-"""Explain in one line why a GPU ran out of memory: what held it, and which changes would save the most."""
+"""Explain in one line why a GPU ran out of memory: what held it, and which changes would help."""
 
 import contextlib
 import inspect
@@ -53,23 +53,21 @@ def tensors_of(run: Run) -> dict[str, list[Tensor]]:
 
 
 def _explain(run: Run) -> str:
-    """Return what held the memory, and three changes that save some, those of the larger part first."""
+    """Return what held the memory, and which changes save some: first of the activations, then of the rest."""
     held = {name: sum(t.nbytes for t in of if t.is_cuda) for name, of in tensors_of(run).items()}
-    state = sum(held.values())
-    held["activations"] = torch.cuda.max_memory_allocated() - state
+    held["activations"] = torch.cuda.max_memory_allocated() - sum(held.values())
 
+    hints = []
     size = run.config.forward_batch_size(run.data_size)
     has_blocks = bool(repeating_blocks(run.accelerator.unwrap_model(run.model)))
-    saves_activations, saves_state = [], ["accelerate_configs/fsdp.yaml on more GPUs"]
     if has_blocks and not run.config.activation_checkpointing:
-        saves_activations.append("--activation_checkpointing=true")
+        hints.append("--activation_checkpointing=true")
     if size > 1:
-        saves_activations.append(f"--micro_batch_size={size // 2}")
+        hints.append(f"--micro_batch_size={size // 2}")
     elif run.task.splits_sequences:
-        saves_activations.append("accelerate_configs/fsdp_cp.yaml")
+        hints.append("accelerate_configs/fsdp_cp.yaml")
+    hints.append("accelerate_configs/fsdp.yaml on more GPUs")
     if not run.launch.strategy.endswith("offload"):
-        saves_state.append("accelerate_configs/fsdp_offload.yaml")
-    is_state_larger = state > held["activations"]
-    hints = saves_state + saves_activations if is_state_larger else saves_activations + saves_state
+        hints.append("accelerate_configs/fsdp_offload.yaml")
     holds = ", ".join(f"{name} {size / GB:.1f}" for name, size in held.items())
-    return f": {holds}; what would help: " + ", ".join(hints[:3])
+    return f": {holds}; what would help: {', '.join(hints)}"
