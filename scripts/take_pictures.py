@@ -21,7 +21,7 @@ from playwright.sync_api import sync_playwright
 
 PROJECT = Path(__file__).resolve().parent.parent
 COMMAND = """\
-accelerate launch --config_file accelerate_configs/cpu.yaml \\
+accelerate launch --quiet --config_file accelerate_configs/cpu.yaml \\
     train.py --config configs/digits.yaml --eval_every=115
 """
 """Evaluates four times rather than twenty, to fit the picture."""
