@@ -110,7 +110,7 @@ def test_a_process_that_is_killed_while_it_speaks_silences_no_other(tmp_path: Pa
     [
         ("ddp", ("--bad=1",), {}, "train.py: --bad=1: unknown setting"),
         slow("cpu", ("--bad=1",), {}, "train.py: --bad=1: unknown setting"),
-        slow("ddp", SHORT, {"FAULT": "raise", "FAULT_STEP": "3"}, "[rank0]: RuntimeError: the root cause"),
+        slow("ddp", SHORT, {"FAULT": "raise", "FAULT_RANK": "0", "FAULT_STEP": "3"}, "[rank0]: RuntimeError: the root"),
         slow("cpu", SHORT, {"FAULT": "raise", "FAULT_STEP": "3"}, "RuntimeError: the root cause"),
         slow("ddp", (*SHORT, "--check"), {"FAULT": "nan", "FAULT_STEP": "3"}, "  report     "),
     ],
@@ -141,7 +141,7 @@ def test_a_launcher_that_is_quiet_or_still_needed_is_not_ended(monkeypatch: pyte
     or is none. Tried without each of the conditions."""
     ended: list[int] = []
     words = ["python", "/bin/accelerate", "launch", "train.py"]
-    own = {"pid": os.getpid(), "children": list, "send_signal": ended.append, "cmdline": lambda: words}
+    own = {"pid": os.getpid(), "children": list, "send_signal": ended.append, "cmdline": lambda: words, "wait": id}
     monkeypatch.setattr(process.psutil, "Process", lambda _: SimpleNamespace(**own))
     monkeypatch.setattr(process, "HAS_FAILED", threading.Event())
     process.HAS_FAILED.set()

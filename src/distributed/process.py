@@ -195,6 +195,7 @@ def end_launcher() -> None:
             others = [process for process in launcher.children() if process.pid != os.getpid()]
             end_with_parent(0)  # this process outlives the launcher, whose death asks the others to end
             launcher.send_signal(signal.SIGUSR1)
+            launcher.wait(1)  # an error if it ignores the signal, as under launchers/slurm.sbatch
             kill_at = time.monotonic() + float(value("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
             while (alive := [*filter(_is_alive, others)]) and time.monotonic() < kill_at:
                 time.sleep(0.05)
