@@ -93,7 +93,8 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
 
 
 def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) -> None:
-    """The log of another history is set aside. Tried without: it is too short. A branch is refused until told so."""
+    """The log of another history is set aside. Tried without: it is too short; after the checkpoint: it is missing for
+    good if a kill comes between. A branch is refused until told so."""
     run, mirror = whole("cpu", *ALL).folder, f"--checkpoint.mirror={tmp_path}/mirror"
     copy = tmp_path / "mirror" / "mnist" / "step_00000012"
     shutil.copytree(run / "checkpoints" / copy.name, copy)
@@ -106,6 +107,12 @@ def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) ->
     (behind / "metrics.jsonl").write_text("another\n")
     found(behind, mirror)
     assert (behind / "damaged_1_metrics.jsonl").read_text() == "another\n"
+    with pytest.MonkeyPatch.context() as patch:  # killed once the checkpoint is there
+        patch.setattr("src.checkpoint.mirror.say", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            found(tmp_path / "killed", mirror)
+    again = shutil.copytree(tmp_path / "killed", tmp_path / "again")  # without the first one's lock
+    assert found(again, mirror).checkpoint == again / "checkpoints" / copy.name
     logs = {folder: (folder / "metrics.jsonl").read_bytes() for folder in (run, fresh, behind)}
     assert logs[fresh] == logs[behind] == logs[run]
 

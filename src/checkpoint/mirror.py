@@ -28,6 +28,7 @@ from src.checkpoint.files import (
     list_checkpoints,
     remove_incomplete,
     step_of,
+    write_text,
 )
 from src.checkpoint.integrity import manifest, quarantine
 from src.checkpoint.store import chosen
@@ -76,22 +77,23 @@ class Mirror:
         """Replace a damaged or missing checkpoint on each disk with the mirror's, if that has it. Fetch its
         metrics.jsonl too, unless the local one continues that. Collective."""
         # as the main process sees the mirror: others may not see all of it yet
-        (is_there,) = broadcast_object_list([checkpoint in self.checkpoints()])
+        (is_there,) = broadcast_object_list([accelerator.is_main_process and checkpoint in self.checkpoints()])
         is_first = accelerator.is_main_process if self.is_disk_shared else accelerator.is_local_main_process
         with explained(f"{self.url}: ", raises=RunError), local_main_process_first(accelerator):  # without a timeout
             if is_there and is_first:
                 remove_incomplete(checkpoint.parent)
                 incomplete = incomplete_path(checkpoint)
                 self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
+                metrics, saved = self._config.folder / "metrics.jsonl", (incomplete / "metrics.jsonl").read_bytes()
+                is_continued = metrics.exists() and metrics.read_bytes().startswith(saved)
+                # before the checkpoint, which would not be fetched again without its log
+                if accelerator.is_main_process and not is_continued:
+                    quarantine(metrics)
+                    write_text(metrics, saved.decode())
                 shutil.rmtree(checkpoint, ignore_errors=True)
                 incomplete.rename(checkpoint)
         if is_there and accelerator.is_main_process:
             say(f"fetched from {self.url}/{checkpoint.name}")
-            metrics = self._config.folder / "metrics.jsonl"
-            saved = (checkpoint / metrics.name).read_bytes()
-            if not metrics.exists() or not metrics.read_bytes().startswith(saved):
-                quarantine(metrics)
-                metrics.write_bytes(saved)
 
     def copy_in_background(self, checkpoint: Path) -> None:
         """Copy a published checkpoint once the current copy is done, unless a newer one has been published by then."""

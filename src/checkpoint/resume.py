@@ -83,7 +83,7 @@ def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Pat
     """Return the newest valid checkpoint, and what is wrong with newer ones. Collective."""
     if config.resume == "never":
         return None, {}
-    candidates = store.candidates()
+    candidates = store.candidates() if accelerator.is_main_process else []  # only the main process's answer counts
     if parent := parent_checkpoint(config):
         candidates.append(parent)
     return first_valid(accelerator, candidates, store)

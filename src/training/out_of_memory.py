@@ -59,8 +59,7 @@ def _explain(run: Run) -> str:
 
     hints = []
     size = run.config.forward_batch_size(run.data_size)
-    has_blocks = bool(repeating_blocks(run.accelerator.unwrap_model(run.model)))
-    if has_blocks and not run.config.activation_checkpointing:
+    if repeating_blocks(run.accelerator.unwrap_model(run.model)) and not run.config.activation_checkpointing:
         hints.append("--activation_checkpointing=true")
     if size > 1:
         hints.append(f"--micro_batch_size={size // 2}")
