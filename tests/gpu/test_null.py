@@ -26,6 +26,14 @@ def kinds(probe: Probe, *names: str) -> list[int]:
     return [probe.steps[-1].get(name, 0) for name in names]
 
 
+def assert_allocates_nothing(probe: Probe, *, fsdp: bool) -> None:
+    """Of pinned memory, FSDP's hooks and the thread that copies batches take blocks of the same sizes. Where they first
+    do so at the same moment, which may be in any step, one more block is allocated, and kept: at most one of the size
+    of tokens and one of the size of documents' lengths. A block for each step would be 6."""
+    assert kinds(probe, "malloc") == [0]
+    assert sum(step.get("host_alloc", 0) for step in probe.steps[-6:]) <= (2 if fsdp else 0)
+
+
 probed = cache(steps_of)
 text = (pytest.mark.slow, needs("src/tasks/text/causal_lm.py"))
 
@@ -52,7 +60,7 @@ def test_a_step_waits_for_and_allocates_nothing(arguments: tuple[str, ...], proc
     """In the 12th step, with AdamW. Tried with indices copied from memory that is not pinned: a wait for each batch."""
     probe = probed(*arguments, steps=12, processes=processes)
     assert probe.waits() == 0, probe.places
-    assert kinds(probe, "malloc", "host_alloc") == [0, 0]
+    assert_allocates_nothing(probe, fsdp=processes > 0)
     assert kinds(probe, "launch")[0] <= launches
     assert bool(kinds(probe, "triton")[0] > 10) == ("--compile=true" in arguments)
     assert kinds(probe, "graph_launch") == ["--cuda_graphs=true" in arguments]
@@ -100,7 +108,7 @@ def test_sharing_sequences_exchanges_tokens_for_heads(heads: int, kv_heads: int,
     counts = {name: n for name, n in probe.kernels.items() if name.startswith("ncclSend")}
     assert counts == {f"ncclSend {size} bytes": 2 * 2 * processes for size in to_each}
     assert probe.waits() == 0, probe.places
-    assert kinds(probe, "malloc", "host_alloc") == [0, 0]
+    assert_allocates_nothing(probe, fsdp=True)
 
 
 @of_text
