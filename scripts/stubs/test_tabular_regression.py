@@ -48,6 +48,6 @@ def test_all_mistakes_in_a_table_are_told_at_once(tmp_path: Path) -> None:
     assert str(error.value).replace(f"{tmp_path}/", "").splitlines() == [
         "table.csv: has no column street",
         "table.csv: has fewer than 5 rows",
-        f"table.csv: area in row 1 is large, not a number; {hint}",
-        f"table.csv: price in row 3 is nan, not a number; {hint}",
+        f"table.csv: area in row 1 is large, not a finite number; {hint}",
+        f"table.csv: price in row 3 is nan, not a finite number; {hint}",
     ]
