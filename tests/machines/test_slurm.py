@@ -164,7 +164,7 @@ def finished(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def test_a_job_that_is_told_to_save_goes_on_and_has_the_curve_of_one_in_one_piece(finished: Job, whole: Whole) -> None:
     assert finished["Restarts"] == "1"
-    assert "by SIGTERM; to continue" in finished.log
+    assert "by SIGTERM; to resume" in finished.log
     assert finished["NumNodes"] == "2"
     assert finished.run.losses == whole("ddp", *SETTINGS, processes=2).losses
 
@@ -227,10 +227,10 @@ def test_it_is_told_to_save_before_its_time_ends_and_cancelled_it_stays_away(clu
     job.wait_for("step      5/")
     cluster("scontrol", "update", f"JobId={job.number}", "EndTime=now+90")
     cluster.wait_until(lambda: job["Restarts"] == "1")
-    assert job.log.count("by SIGTERM; to continue") == 1
+    assert job.log.count("by SIGTERM; to resume") == 1
     cluster("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
     job.wait_for("resume     after step")
     cluster("scancel", job.number)
     assert job.ended() == "CANCELLED"
     assert job["Restarts"] == "1"
-    assert job.log.count("by SIGTERM; to continue") == 2
+    assert job.log.count("by SIGTERM; to resume") == 2
