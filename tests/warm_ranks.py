@@ -186,8 +186,8 @@ def seem(name: str, said: object) -> None:
     """Let psutil say this of the parent process."""
     parent, asked = os.getppid(), getattr(psutil.Process, name)
 
-    def answer(process: psutil.Process, *arguments: object) -> object:
-        return said if process.pid == parent else asked(process, *arguments)
+    def answer(process: psutil.Process, *arguments: object, **more: object) -> object:
+        return said if process.pid == parent else asked(process, *arguments, **more)
 
     setattr(psutil.Process, name, answer)
 

@@ -168,7 +168,7 @@ def test_a_save_in_which_a_process_hangs_ends_the_run(tmp_path: Path) -> None:
     with Started("ddp", *TINY, "--timeout_minutes=0.1", folder=tmp_path / "run", **fault) as started:
         stuck = started.ended()
     assert stuck.exit_code != 0
-    assert "process 0 waited for another one, which hangs" in stuck.messages[0]
+    assert "process 0 waited for timeout_minutes for another one, which hangs" in stuck.messages[0]
     assert checkpoints(stuck.folder) == [4]
 
 

@@ -25,7 +25,6 @@ from src.checkpoint.write import CheckpointWriter
 from src.config.config import config_from
 from src.config.errors import UserError
 from src.config.groups import Optim
-from src.distributed import cpu
 from src.distributed.accelerator import build_accelerator, prepare, sharded_units
 from src.tasks import TASKS
 from src.tasks.base import TaskState
@@ -50,6 +49,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
     "gemma3_text": ("gemma3_text", LLAMA | {"head_dim": 8, "sliding_window": 8}),
 }
+M_MMAP_THRESHOLD = -3  # malloc.h
 BF16_BASE = {"r": 2, "base_dtype": "bf16"}
 
 
@@ -207,8 +207,6 @@ def measure(exactly: bool) -> None:
     """Print what each phase of a run adds to its memory at its peak; end it as soon as it has been resumed. `exactly`:
     without what malloc keeps for later, as it gives each tensor back to the kernel."""
     before = 0
-    if exactly:
-        cpu.GIVE_BACK[cpu.M_MMAP_THRESHOLD] = 1 << 16
 
     def from_here() -> None:
         for thread in threading.enumerate():  # a thread that wrote a checkpoint holds it a moment longer than it tells
@@ -224,6 +222,8 @@ def measure(exactly: bool) -> None:
         def watched(first: Any, *arguments: Any, **more: Any) -> Any:
             if phase != "load":
                 from_here()
+            if exactly:  # from here on: the run has set its own threshold meanwhile
+                ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
             result = function(first, *arguments, **more)
             if phase == "save":
                 first.poll(wait=True)
