@@ -44,7 +44,8 @@ def _load_best(run: Run, say: Callable[[str], None]) -> Metrics:
     """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
     weights, and return the last evaluation. Collective."""
     evaluations, settings = run.progress.evaluations, run.config.checkpoint
-    candidates = best_first(run.store.candidates(), settings, evaluations)
+    found = run.store.candidates() if run.is_main else []  # only the main process's answer counts
+    candidates = best_first(found, settings, evaluations)
     path, damaged = first_valid(run.accelerator, candidates, run.store)
     for damaged_path, why in damaged.items():
         say(f"WARNING: {damaged_path}: {why}")

@@ -266,6 +266,7 @@ def strategy_remarks(accelerator: Accelerator, model: nn.Module) -> Iterator[str
         if in_root > largest:
             share = f"{in_root / 1e6:,.1f} of {sum(weight.nbytes for weight in model.parameters()) / 1e6:,.1f} MB"
             yield f"FSDP gathers {share} of weights at once, more than any block has: name more modules in {BLOCKS}"
+    # put into training mode, as steps will: a norm that is frozen stays as it is
     if accelerator.use_distributed and any(isinstance(m, BATCH_NORMS) and m.training for m in model.train().modules()):
         yield (
             "BatchNorm normalizes over the examples of its own process, so the curve depends on the number of "
