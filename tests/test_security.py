@@ -77,3 +77,14 @@ def test_no_secret_is_written_anywhere(launch: Launch) -> None:
     assert any(path.suffix == ".wandb" for path in files) == WANDB
     for written in ((run.stdout + run.stderr).encode(), *(path.read_bytes() for path in files)):
         assert b"sentinel-" not in written
+
+
+# ------------------------------------------------------------ links and locks in shared folders
+
+# ------------------------------------------------------------ damaged files of a run
+
+# ------------------------------------------------------------ secrets in URLs
+
+# ------------------------------------------------------------ control characters, names, printed commands
+
+# ------------------------------------------------------------ supply chain
