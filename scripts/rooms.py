@@ -39,8 +39,8 @@ FILES = {
     " tests/test_examples.py tests/test_optuna_sweep.py tests/text/test_examples.py",
     "template": "scripts/new* scripts/stubs scripts/take_pictures.py tests/check tests/faults tests/gpu tests/gpu.mk"
     " tests/machines tests/text tests/test_*.py tests/mirror_kills.py tests/planning.py tests/s3.py tests/tasks.py"
-    " .github/ISSUE_TEMPLATE .ci CITATION.cff CONTRIBUTING.md docs/accelerate.md docs/promises.md docs/report.png"
-    " docs/run.svg uv.lock",
+    " .github/ISSUE_TEMPLATE .github/workflows/locked.yml .ci CITATION.cff CONTRIBUTING.md SECURITY.md"
+    " docs/accelerate.md docs/promises.md docs/report.png docs/run.svg uv.lock",
 }
 """The files and folders of each room."""
 ABOUT = {

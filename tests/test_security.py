@@ -3,7 +3,9 @@
 import contextlib
 import os
 import pickle
+import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +90,35 @@ def test_no_secret_is_written_anywhere(launch: Launch) -> None:
 # ------------------------------------------------------------ control characters, names, printed commands
 
 # ------------------------------------------------------------ supply chain
+
+
+@pytest.mark.parametrize("file", sorted((PROJECT / ".github/workflows").iterdir()), ids=lambda file: file.name)
+def test_a_workflow_runs_actions_of_known_commits_without_rights(file: Path) -> None:
+    """A tag can be moved to other code, as that of tj-actions/changed-files was in 2025. Tried with checkout@v7."""
+    text = file.read_text()
+    actions = re.findall(r"uses: (.*)", text)
+    assert actions
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action) for action in actions)
+    assert text.count("persist-credentials: false") == text.count("actions/checkout@")
+    assert "\npermissions:\n  contents: read\n" in text
+    assert "pull_request_target" not in text
+
+
+def test_what_is_pinned_is_raised() -> None:
+    """The image by its digest, and each file that `uv sync` installs by its hash."""
+    images = re.findall(r"(?m)^FROM (\S+)", (PROJECT / "Dockerfile").read_text())
+    assert re.fullmatch(r"python:3\.\d+-slim@sha256:[0-9a-f]{64}", images[0])
+    assert images[1:] == ["base"]
+    packages = tomllib.loads((PROJECT / "uv.lock").read_text())["package"]
+    files = [file for package in packages for file in (*package.get("wheels", ()), package.get("sdist")) if file]
+    assert len(files) > 1000
+    assert all(file["hash"].startswith("sha256:") for file in files)
+    assert "run: uv sync --locked" in (PROJECT / ".github/workflows/locked.yml").read_text()
+    raised = re.findall(r"package-ecosystem: (\S+)", (PROJECT / ".github/dependabot.yml").read_text())
+    assert sorted(raised) == ["docker", "github-actions", "pip", "uv"]
+
+
+def test_no_secret_gets_into_the_image() -> None:
+    """Tried without `**/.env*`."""
+    ignored = (PROJECT / ".dockerignore").read_text().split()
+    assert {"**/.env*", "**/.netrc", "**/*.pem", "**/*.key", "**/.ssh"} <= {*ignored}

