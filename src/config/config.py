@@ -34,7 +34,7 @@ from src.config.settings import (
     setting_fields,
     validate,
 )
-from src.config.terminal import say
+from src.config.terminal import say, visible
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml
@@ -53,7 +53,7 @@ class RunSettings(Settings):
     """Settings that every run has."""
 
     run_name: ResumeSafe[str] = ""
-    """Name of the run; empty: the task's name."""
+    """Name of the run and of its folders, such as chat or group/chat; empty: the task's name."""
     output_dir: ResumeSafe[Annotated[str, Field(min_length=1)]] = "runs/{run_name}"
     """Output folder of the run."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
@@ -111,13 +111,14 @@ class Config(PartSettings, RunSettings):
     """All settings of a run."""
 
     @property
+    def folder_name(self) -> str:
+        """Return run_name; in a sweep with the trial's id, as `wandb agent` repeats one command."""
+        return self.run_name + (f"-{os.environ.get('WANDB_RUN_ID')}" if os.environ.get("WANDB_SWEEP_ID") else "")
+
+    @property
     def folder(self) -> Path:
         """Return output_dir with run_name filled in."""
-        name = self.run_name
-        if os.environ.get("WANDB_SWEEP_ID"):
-            # `wandb agent` repeats one command: give each trial of a sweep its own folder
-            name += f"-{os.environ.get('WANDB_RUN_ID')}"
-        return Path(self.output_dir.replace("{run_name}", name))
+        return Path(self.output_dir.replace("{run_name}", self.folder_name))
 
     @property
     def mode(self) -> str:
@@ -152,6 +153,10 @@ class Config(PartSettings, RunSettings):
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
         yield from self._batch_errors()
+        mirror = getattr(self.checkpoint, "mirror", None) or ""  # a copy of the project may have none
+        for name, path, outside in (("run_name", self.run_name, "/"), ("checkpoint.mirror", mirror, "../")):
+            if path.startswith(outside) or ".." in path.split("/") or visible(path) != path:
+                yield f"{name}={path}: must not begin with {outside}, have a part .., or control characters"
         if not (self.epochs or self.max_steps):
             yield "epochs and max_steps are both null: set one of them"
         profiled = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile_steps or "1:1")
@@ -230,7 +235,8 @@ def load_config(
         name = default
     config_class = _config_class(name, tasks)
     if wants_help:
-        say(USAGE.format(tasks="\n  ".join(tasks)), help_text(config_class))
+        usage = USAGE.format(tasks="\n  ".join(tasks))
+        say(*usage.splitlines(), "", *help_text(config_class).splitlines())
         sys.exit(0)
 
     values["task.name"] = name

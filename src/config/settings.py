@@ -18,6 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from src.config.aliases import OURS
 from src.config.errors import UserError, cause, explained
+from src.config.terminal import masked
 
 
 class Change(Enum):
@@ -41,6 +42,10 @@ DOWNLOADABLE = "downloadable"
 Downloadable = Annotated[T, DOWNLOADABLE]
 """A setting that may be SCHEME:NAME, to download, instead of a folder."""
 
+NO_SECRET = (
+    "holds a secret, which a run would write down: keep it in ~/.netrc, fsspec's configuration or the environment "
+    "(docs/running.md)"
+)
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
 
@@ -108,6 +113,10 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     for name, text in options.items():
         values[name] = _parse_argument(text)
         written[name] = f"--{name}={text}"
+    for name, how in written.items():
+        written[name] = masked(how)
+        if written[name] != how:
+            mistakes.append(f"{written[name]}: {NO_SECRET}")
     return values, written
 
 
@@ -149,7 +158,7 @@ def validate(
         refused = {name: problem for problem in problems for name in _names_at(problem["loc"], good)}
         if not refused:  # a setting without a default is missing
             lines = [f"{'.'.join(map(str, problem['loc']))}: {_problem_text(problem)}" for problem in problems]
-            raise UserError("\n".join([*mistakes, *lines]))
+            raise UserError(*mistakes, *lines)
         mistakes.extend(
             f"{written.get(name, name)}: {_refusal(name, problem, [*known])}" for name, problem in refused.items()
         )

@@ -5,14 +5,34 @@ tqdm draws the bars rather than rich: it needs no thread, and a killed run leave
 
 import errno
 import os
+import re
 import sys
 from threading import RLock
+from traceback import format_exception
 from typing import Any
 
 from tqdm import tqdm
 
 # tqdm's own lock is shared with forked processes: one that is killed while holding it would never release it
 tqdm.set_lock(RLock())
+
+CONTROL = re.compile(r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What controls a terminal (C0 but for the tab, C1), ends a line, turns its direction, or is no character."""
+SECRET = re.compile(
+    r"(?i)(https?://|://[^\s/?#@:]*:)[^\s/?#]+(?=@)"
+    r"|([?&;#][\w.%-]*(?:token|secret|passw(?:or)?d|pass|pwd|sig|signature|credentials?|key|auth)=)[^\s&;#'\"]+"
+)
+"""Secrets in a URL: before its host, where other file systems than HTTP may have a name alone, and in its query."""
+
+
+def visible(text: str) -> str:
+    """Return text as one line that only shows: with \\x1b or \\u202e, for example, in place of those characters."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def masked(text: str) -> str:
+    """Return text with *** in place of secrets in URLs."""
+    return SECRET.sub(r"\1\2***", text)
 
 
 def bar(desc: str = "", **options: Any) -> Any:
@@ -30,7 +50,7 @@ def is_first() -> bool:
 
 
 def say(*lines: str, file: Any = None) -> None:
-    """Print whole lines above the bars, safely from any thread.
+    """Print whole lines above the bars, safely from any thread: control characters visible, secrets masked.
 
     Everything that a run prints goes through here: to `file`, or to the process's real standard output, even while
     sys.stdout is redirected to silence a library. Once nobody reads the output, as after `| head -2` or when the
@@ -39,7 +59,8 @@ def say(*lines: str, file: Any = None) -> None:
     file = file or sys.__stdout__
     with tqdm.external_write_mode():
         try:
-            file.write("".join(f"{line}\n" for line in lines))  # in one call, as other processes print there too
+            # in one call, as other processes print there too
+            file.write("".join(f"{visible(masked(line))}\n" for line in lines))
             file.flush()
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
@@ -48,6 +69,8 @@ def say(*lines: str, file: Any = None) -> None:
 
 
 def spare_terminals() -> None:
-    """Let standard output and error replace characters that the terminal cannot encode."""
+    """Let standard output and error replace characters that the terminal cannot encode, and Python print the traceback
+    that ends the process as `say` does."""
+    sys.excepthook = lambda *error: say(*"".join(format_exception(*error)).splitlines(), file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 
 from src.config.errors import RunError, UserError
-from src.config.terminal import say, spare_terminals
+from src.config.terminal import say, spare_terminals, visible
 
 GRACE_SECONDS = 5.0
 """Seconds to wait before reporting an error that may only be a symptom of another process's failure: meanwhile, the
@@ -130,14 +130,15 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         if not is_first_here:
             leave_it_to_others()
         which = "" if is_first_here else f" [process {rank}]"
-        say(*(f"{program}: {line}{which}" for line in str(error).splitlines()), file=sys.stderr)
+        say(*(f"{program}: {line}{which}" for line in error.args), file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
         where = error.filename or "a file"
         remedy = "mount its disk for writing" if error.errno == errno.EROFS else "make room"
-        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: {remedy}, then run the same command again")
+        says = f"{program}: {where} cannot be written, {error.strerror}: {remedy}, then run the same command again"
+        sys.exit(visible(says))
     except RuntimeError as error:
         if re.search(COLLECTIVE_FAILED, str(error)):
             leave_it_to_others()

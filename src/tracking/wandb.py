@@ -20,6 +20,7 @@ from PIL import Image
 
 from src.checkpoint.export import replacing
 from src.checkpoint.files import list_checkpoints, step_of
+from src.config.errors import cause
 from src.config.settings import write_yaml
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
@@ -81,7 +82,7 @@ class WandbPart(Part):
                     self._mode, why = "offline", "no credentials: `wandb login` for online"
             run = wandb.init(mode=self._mode, **arguments)
         except wandb.errors.Error as error:
-            why = f"could not go online: {str(error).splitlines()[0]}"
+            why = f"could not go online: {cause(error)}"
             wandb.teardown()  # frees the id
             run = wandb.init(mode="offline", **arguments)
         self._wandb_run = run
@@ -93,7 +94,8 @@ class WandbPart(Part):
             run.log_artifact(code)
         if run.offline:  # without a URL, and asking for it warns
             self.where = f"offline ({why})"
-            self.closing = f"  upload     wandb sync {shlex.quote(run.settings.wandb_dir)}/offline-run-*-{self._id}"
+            there = f"{shlex.quote(run.settings.wandb_dir)}/offline-run-*-{shlex.quote(self._id)}"
+            self.closing = f"  upload     wandb sync {there}"
         else:
             self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         run.define_metric("step", hidden=True)
