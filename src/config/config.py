@@ -27,14 +27,14 @@ from src.config.settings import (
     ResumeSafe,
     SafeReopens,
     Settings,
-    help_text,
+    help_lines,
     marked,
     nearest,
     read_arguments,
     setting_fields,
     validate,
 )
-from src.config.terminal import say, visible
+from src.config.terminal import CONTROL, say
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml
@@ -43,7 +43,6 @@ accelerate launch --config_file accelerate_configs/ddp.yaml
 Settings and their defaults. Yamls given by --config override the defaults; the
 command line overrides both. The task's own settings are shown for the chosen
 --task.name:
-  {tasks}
 """
 PLACE = {"run_name", "output_dir", "resume"}
 """Settings that determine the files a run reads and writes."""
@@ -122,8 +121,8 @@ class Config(PartSettings, RunSettings):
 
     @property
     def mode(self) -> str:
-        """Return `train`, or `check` or `dry_run` if asked for instead."""
-        return next((mode for mode in ("check", "dry_run") if getattr(self, mode, False)), "train")
+        """Return `train`, or `dry_run` or `check` if asked for instead; of both, the one that writes nothing."""
+        return next((mode for mode in ("dry_run", "check") if getattr(self, mode, False)), "train")
 
     @property
     def saves(self) -> bool:
@@ -136,7 +135,7 @@ class Config(PartSettings, RunSettings):
 
     def total_steps(self, examples: int) -> int:
         """Return the optimizer steps to take, with this many examples per epoch."""
-        return self.max_steps or (self.epochs or 0) * self.steps_per_epoch(examples)
+        return self.max_steps or self.schedule_steps(examples)
 
     def schedule_steps(self, examples: int) -> int:
         """Return the optimizer steps that the learning-rate schedule spans, with this many examples per epoch."""
@@ -154,18 +153,15 @@ class Config(PartSettings, RunSettings):
         yield from super().validation_errors()
         yield from self._batch_errors()
         mirror = getattr(self.checkpoint, "mirror", None) or ""  # a copy of the project may have none
-        for name, path, outside in (("run_name", self.run_name, "/"), ("checkpoint.mirror", mirror, "../")):
-            if path.startswith(outside) or ".." in path.split("/") or visible(path) != path:
-                yield f"{name}={path}: must not begin with {outside}, have a part .., or control characters"
+        for name, path, begins in (("run_name", self.run_name, "/"), ("checkpoint.mirror", mirror, "../")):
+            if re.search(rf"^{begins}|(^|/)\.\.(/|$)|{CONTROL}", path):
+                yield f"{name}={path}: must not begin with {begins}, have a part .., or control characters"
         if not (self.epochs or self.max_steps):
             yield "epochs and max_steps are both null: set one of them"
         profiled = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile_steps or "1:1")
         if not profiled or int(profiled[1]) > int(profiled[2]):
             yield f"profile_steps={self.profile_steps}: name the first and the last step, such as 10:15"
-        length = None if self.epochs else self.max_steps
-        yield from self.optim.decay_errors(length or math.inf)
-        if self.mode == "check" and self.dry_run:
-            yield "dry_run writes nothing, but check writes check.json: choose one"
+        yield from self.optim.decay_errors(math.inf if self.epochs else self.max_steps or math.inf)
         if repository := self.push_to_hub:
             if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
                 yield f"push_to_hub={repository}: must be USER/NAME"
@@ -223,9 +219,8 @@ def load_config(
     Raises:
         UserError: the settings have mistakes. All of them are listed, one per line.
     """
-    wants_help = "--help" in argv or "-h" in argv
     mistakes = [*leftovers()]
-    values, written = read_arguments([a for a in argv if a not in ("--help", "-h")], mistakes)
+    values, written = read_arguments(argv, mistakes)
 
     default, *_ = tasks
     name = str(values.get("task.name", default))
@@ -234,9 +229,8 @@ def load_config(
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
         name = default
     config_class = _config_class(name, tasks)
-    if wants_help:
-        usage = USAGE.format(tasks="\n  ".join(tasks))
-        say(*usage.splitlines(), "", *help_text(config_class).splitlines())
+    if {"--help", "-h"} & {*argv}:
+        say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class))
         sys.exit(0)
 
     values["task.name"] = name

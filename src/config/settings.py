@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import wrap
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator, model_validator
@@ -42,10 +42,6 @@ DOWNLOADABLE = "downloadable"
 Downloadable = Annotated[T, DOWNLOADABLE]
 """A setting that may be SCHEME:NAME, to download, instead of a folder."""
 
-NO_SECRET = (
-    "holds a secret, which a run would write down: keep it in ~/.netrc, fsspec's configuration or the environment "
-    "(docs/running.md)"
-)
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
 
@@ -116,7 +112,8 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     for name, how in written.items():
         written[name] = masked(how)
         if written[name] != how:
-            mistakes.append(f"{written[name]}: {NO_SECRET}")
+            where = "~/.netrc, fsspec's configuration or the environment, as docs/running.md says"
+            mistakes.append(f"{written[name]}: it has a secret, which the run would write down: keep that in {where}")
     return values, written
 
 
@@ -153,21 +150,17 @@ def validate(
         except ValidationError as error:
             problems = error.errors()
         else:
-            mistakes.extend(line for line in contradictions if not _mentions(line, bad))
+            names = [rf"(?<![\w.]){re.escape(name)}\b" for name in bad]  # their defaults contradict nothing
+            mistakes.extend(line for line in contradictions if not any(re.search(name, line) for name in names))
             return settings, bad
         refused = {name: problem for problem in problems for name in _names_at(problem["loc"], good)}
         if not refused:  # a setting without a default is missing
-            lines = [f"{'.'.join(map(str, problem['loc']))}: {_problem_text(problem)}" for problem in problems]
-            raise UserError(*mistakes, *lines)
+            missing = (f"{'.'.join(map(str, problem['loc']))}: {_problem_text(problem)}" for problem in problems)
+            raise UserError(*mistakes, *missing)
         mistakes.extend(
             f"{written.get(name, name)}: {_refusal(name, problem, [*known])}" for name, problem in refused.items()
         )
         bad |= {*refused}
-
-
-def _mentions(line: str, names: Iterable[str]) -> bool:
-    """Return whether a message mentions one of these settings."""
-    return any(re.search(rf"(?<![\w.]){re.escape(name)}\b", line) for name in names)
 
 
 def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
@@ -222,18 +215,14 @@ def marked(model: type[Settings], mark: Change | str) -> set[str]:
     return {name for name, _, marks in setting_fields(model) if mark in marks}
 
 
-def help_text(model: type[Settings]) -> str:
-    """Return the settings as `--help` shows them: name, default, choices and documentation."""
-    lines = []
+def help_lines(model: type[Settings]) -> Iterator[str]:
+    """Yield the settings as `--help` shows them: name, default, choices and documentation."""
     for name, field, _ in setting_fields(model):
         default = write_yaml(field.get_default(call_default_factory=True), is_in_one_line=True)
         is_choice = get_origin(field.annotation) is Literal
         choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" if is_choice else ""
-        lines += [
-            f"  --{name}={default.splitlines()[0]}{choices}",
-            indent(fill(field.description or "", 72), "        "),
-        ]
-    return "\n".join(lines)
+        yield f"  --{name}={default.splitlines()[0]}{choices}"
+        yield from (f"        {line}" for line in wrap(field.description or "", 72))
 
 
 def nearest(name: str, names: list[str]) -> str:

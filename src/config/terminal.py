@@ -16,9 +16,9 @@ from tqdm import tqdm
 # tqdm's own lock is shared with forked processes: one that is killed while holding it would never release it
 tqdm.set_lock(RLock())
 
-CONTROL = re.compile(r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+CONTROL = r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 """What controls a terminal (C0 but for the tab, C1), ends a line, turns its direction, or is no character."""
-SECRET = re.compile(
+SECRET = (
     r"(?i)(https?://|://[^\s/?#@:]*:)[^\s/?#]+(?=@)"
     r"|([?&;#][\w.%-]*(?:token|secret|passw(?:or)?d|pass|pwd|sig|signature|credentials?|key|auth)=)[^\s&;#'\"]+"
 )
@@ -27,12 +27,12 @@ SECRET = re.compile(
 
 def visible(text: str) -> str:
     """Return text as one line that only shows: with \\x1b or \\u202e, for example, in place of those characters."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return re.sub(CONTROL, lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def masked(text: str) -> str:
     """Return text with *** in place of secrets in URLs."""
-    return SECRET.sub(r"\1\2***", text)
+    return re.sub(SECRET, r"\1\2***", text)
 
 
 def bar(desc: str = "", **options: Any) -> Any:

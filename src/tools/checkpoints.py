@@ -29,9 +29,10 @@ def print_line(path: Path, contents: bool) -> bool:
     state = read_state(path)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
-    say(f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {state.origin.strategy} x {state.origin.num_processes}")
-    if found := evaluation_of(path):
-        say(f"  {evaluation_line(found)}")
+    say(
+        f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {state.origin.strategy} x {state.origin.num_processes}",
+        f"  {evaluation_line(evaluation_of(path)) or 'not evaluated'}",
+    )
     return True
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from src.checkpoint.files import write_json
 from src.config.errors import cause
-from src.config.terminal import masked, say
+from src.config.terminal import say
 from src.tasks.base import Tables
 from src.training.run import Run
 
@@ -75,8 +75,7 @@ class Parts:
     @property
     def where(self) -> dict[str, str]:
         """Return where each part logs the run, or why it doesn't, by its title."""
-        where = {part.title: f"not logged: {part.failure}" if part.failure else part.where for part in self._parts}
-        return {title: masked(text) for title, text in where.items()}  # a server's URL may hold a secret
+        return {part.title: f"not logged: {part.failure}" if part.failure else part.where for part in self._parts}
 
     def log(self, entry: Entry, tables: Tables) -> None:
         """Log the results of an interval or an evaluation, if there are any."""

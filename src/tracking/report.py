@@ -5,7 +5,6 @@ It shows what runs and --check have written into their folders, and leaves out w
 
 import argparse
 import math
-import shlex
 from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
@@ -111,7 +110,7 @@ def report_line(folder: Path) -> str:
         write_report([folder], folder / "report.html")
     except Exception as error:  # no reason to fail a finished run
         return f"  report     none: {cause(error)}"
-    return f"  report     {shlex.quote(str(folder))}/report.html"
+    return f"  report     {folder}/report.html"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from PIL import Image
 
 from src.checkpoint.export import replacing
 from src.checkpoint.files import list_checkpoints, step_of
-from src.config.errors import cause
 from src.config.settings import write_yaml
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE, Table
@@ -82,7 +81,7 @@ class WandbPart(Part):
                     self._mode, why = "offline", "no credentials: `wandb login` for online"
             run = wandb.init(mode=self._mode, **arguments)
         except wandb.errors.Error as error:
-            why = f"could not go online: {cause(error)}"
+            why = f"could not go online: {str(error).splitlines()[0]}"
             wandb.teardown()  # frees the id
             run = wandb.init(mode="offline", **arguments)
         self._wandb_run = run
