@@ -51,6 +51,11 @@ class Optim(Settings):
     decay_epochs: PositiveFloat = 1.0
     """Epochs between multiplications."""
 
+    def validation_errors(self) -> Iterator[str]:
+        if self.warmup_steps > 1 and self.warmup_steps % 1:
+            must = "must be a whole number of steps or, below 1, a fraction of the schedule"
+            yield f"optim.warmup_steps={self.warmup_steps}: {must}"
+
     def decay_errors(self, schedule_steps: float) -> Iterator[str]:
         """Yield an error line for wrong decay_steps. A schedule whose length is not known yet is infinite."""
         warmup, decay = self.warmup_steps, self.decay_steps

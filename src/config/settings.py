@@ -112,8 +112,10 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     for name, how in written.items():
         written[name] = masked(how)
         if written[name] != how:
-            where = "~/.netrc, fsspec's configuration or the environment, as docs/running.md says"
-            mistakes.append(f"{written[name]}: it has a secret, which the run would write down: keep that in {where}")
+            mistakes.append(
+                f"{written[name]}: it has a secret, which the run would write down: keep that in ~/.netrc, fsspec's "
+                "configuration or the environment, as docs/running.md says"
+            )
     return values, written
 
 

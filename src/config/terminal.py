@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from threading import RLock
-from traceback import format_exception
 from typing import Any
 
 from tqdm import tqdm
@@ -35,13 +34,13 @@ def masked(text: str) -> str:
     return re.sub(SECRET, r"\1\2***", text)
 
 
-def bar(desc: str = "", **options: Any) -> Any:
-    """Return a tqdm bar; `options` has its total. It is shown until it is done, by the run's first process, if both
-    streams go to a terminal."""
+def bar(desc: str = "", leave: bool = False, **options: Any) -> Any:
+    """Return a tqdm bar; `options` has its total. It is shown by the run's first process, if both streams go to a
+    terminal, until it is done or, if `leave`, also after that."""
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     layout = "{percentage:3.0f}% {bar:10} {n:,}/{total:,}  eta {remaining}  {desc}"
-    options = {"bar_format": layout, "leave": False, **options}
-    return tqdm(desc=desc, disable=not (is_terminal and is_first()), dynamic_ncols=True, **options)
+    is_shown = is_terminal and is_first()
+    return tqdm(desc=desc, leave=leave, bar_format=layout, disable=not is_shown, dynamic_ncols=True, **options)
 
 
 def is_first() -> bool:
@@ -69,8 +68,6 @@ def say(*lines: str, file: Any = None) -> None:
 
 
 def spare_terminals() -> None:
-    """Let standard output and error replace characters that the terminal cannot encode, and Python print the traceback
-    that ends the process as `say` does."""
-    sys.excepthook = lambda *error: say(*"".join(format_exception(*error)).splitlines(), file=sys.stderr)
+    """Let standard output and error replace characters that the terminal cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper

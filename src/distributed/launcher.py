@@ -56,7 +56,7 @@ def find_launcher() -> Launcher | None:
     except psutil.Error:
         return None
     # words end with \0, which no word can have
-    found = re.search(r"(^|[/\0])accelerate([\0-]|\.commands\.)launch\0(.*)", "\0".join(command), re.DOTALL)
+    found = re.search(r"(?s)(^|[/\0])accelerate([\0-]|\.commands\.)launch\0(.*)", "\0".join(command))
     if not found:
         return None
     words = found[3].split("\0")

@@ -31,7 +31,7 @@ def print_line(path: Path, contents: bool) -> bool:
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
     say(
         f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {state.origin.strategy} x {state.origin.num_processes}",
-        f"  {evaluation_line(evaluation_of(path)) or 'not evaluated'}",
+        f"  {evaluation_line(evaluation_of(path)) or 'without metrics'}",
     )
     return True
 

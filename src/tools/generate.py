@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, TextStreamer  # pip install -e '.[text]'
 
 from src.checkpoint.load import find_model, is_checkpoint_folder
 from src.config.errors import UserError, explained
-from src.config.terminal import say, visible
+from src.config.terminal import visible
 from src.distributed.process import exit_codes
 from src.tasks.text.model import load_exported, max_length, set_ends
 from src.tasks.text.tokenizing import CHAT_TEMPLATE
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     model, tokenizer = load_with_tokenizer(options.source)
     is_chat = tokenizer.chat_template not in (None, CHAT_TEMPLATE)  # the default of models on bytes
     if not options.prompt:
-        say(f"{'chat' if is_chat else 'no chat template: each line is completed by itself'} (Ctrl-D to exit)")
+        print("chat" if is_chat else "no chat template: each line is completed by itself", "(Ctrl-D to exit)")
     chat: list[dict[str, str]] = []
     with explained("", ValueError):  # of the options' values
         set_seed(options.seed)

@@ -305,7 +305,7 @@ def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(
     with pytest.raises(RunError) as error:
         push_to_hub(config)
     says = str(error.value)
-    command = f"hf upload me/other {config.folder}/model --private --exclude 'merged/*'"
+    command = f"hf upload me/other {config.folder}/model --private '--exclude=merged/*'"
     expected = f"push_to_hub=me/other: the run is complete, upload its model with `{command}`: *refused*"
     assert fnmatchcase(says, expected)
     assert "\n" not in says
