@@ -21,7 +21,6 @@ from src.checkpoint.export import export_model, push_to_hub
 from src.checkpoint.resume import explaining_lost_machine, find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
-from src.config.terminal import say
 from src.distributed.accelerator import build_accelerator, entry_point, leave, num_machines
 from src.distributed.process import collect_only_new_objects
 from src.distributed.stop import StopSignal
@@ -167,8 +166,7 @@ def build(config: Config) -> Run | None:
     store = open_store(accelerator, config)
     resume = find_checkpoint(accelerator, config, store)
     if resume.is_finished:
-        if accelerator.is_main_process:
-            say(f"{config.folder}: this run has finished; {resume.progress.end_note(config.early_stopping)}")
+        accelerator.print(f"{config.folder}: this run has finished; {resume.progress.end_note(config.early_stopping)}")
         leave(accelerator)
         return None
 

@@ -17,8 +17,8 @@ from tests.launching import Launch, Run, Tool, Whole
 
 
 @pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("evaluate", main, capsys)
+def tool(capfd: pytest.CaptureFixture[str]) -> Tool:
+    return Tool("evaluate", main, capfd)
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,8 @@ def mesh(**sizes: int) -> dict[str, Any]:
         (mesh(tp=2), "", "parallelism_config: tp_size is not supported: fsdp_cp.yaml splits sequences, fsdp.yaml "
          "weights: docs/accelerate.md explains why"),
         (mesh(sp=2), "", "parallelism_config: sp_size is not supported: fsdp_cp.yaml splits sequences*"),
-        (mesh(dp_shard=3), "", "accelerate: ParallelismConfig total_size (3) does not match num_processes (2). *"),
+        (mesh(dp_shard=3), "", "parallelism_config: dp_replicate_size x dp_shard_size x cp_size is 3 and must equal "
+         "the number of processes, 2: change one"),
         (mesh(dp_replicate=2), "", "accelerate: FSDP is enabled but the parallelism config has no dimension for *"),
         (mesh(cp=2), "", "task.name=mnist: cp_size needs FSDP, and a task that can split sequences: remove it"),
     ],

@@ -177,7 +177,7 @@ def test_variables_of_wandb_that_cannot_be_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_SWEEP_ID", "x")
     monkeypatch.setenv("WANDB_MODE", "ofline")
     assert mistakes() == [
-        "WANDB_SWEEP_ID=x is set in the environment, without WANDB_RUN_ID: unset it",
+        "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it",
         "WANDB_MODE is set in the environment, but must be online, offline or disabled",
     ]
 

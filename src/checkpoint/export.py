@@ -114,7 +114,7 @@ def push_to_hub(config: Config) -> None:
     folder, repository = config.folder / "model", config.push_to_hub
     assert repository
     excluded = [f"{card.parent.name}/*" for card in folder.glob("*/README.md")]
-    options = [f"--exclude={pattern}" for pattern in excluded]
+    options = (f"--exclude={pattern}" for pattern in excluded)
     command = shlex.join(["hf", "upload", repository, str(folder), "--private", *options])
     constants.HF_HUB_OFFLINE = False  # set if the Hub was unreachable at the start
     says = f"push_to_hub={repository}: the run is complete, upload its model with `{command}`: "

@@ -10,7 +10,6 @@ from functools import reduce
 from operator import getitem
 from pathlib import Path
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from huggingface_hub import constants, get_token
@@ -34,7 +33,7 @@ from src.config.settings import (
     setting_fields,
     validate,
 )
-from src.config.terminal import CONTROL, say
+from src.config.terminal import say
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml
@@ -152,10 +151,6 @@ class Config(PartSettings, RunSettings):
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
         yield from self._batch_errors()
-        mirror = getattr(self.checkpoint, "mirror", None) or ""  # a copy of the project may have none
-        for name, path, begins in (("run_name", self.run_name, "/"), ("checkpoint.mirror", mirror, "../")):
-            if re.search(rf"^{begins}|(^|/)\.\.(/|$)|{CONTROL}", path):
-                yield f"{name}={path}: must not begin with {begins}, have a part .., or control characters"
         if not (self.epochs or self.max_steps):
             yield "epochs and max_steps are both null: set one of them"
         profiled = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile_steps or "1:1")
@@ -204,7 +199,7 @@ def load_config(
     argv: list[str],
     tasks: Mapping[str, str],
     place_errors: Callable[[Config], Iterable[str]] = lambda _: (),
-    downloads: Mapping[str, str] = MappingProxyType({}),
+    downloads: Mapping[str, str] = {},
     may_download: bool = True,
 ) -> Config:
     """Read the settings; if `argv` contains --help, print them and exit with code 0.

@@ -17,6 +17,10 @@ class LaunchEnvironment:
         """Number of processes on this machine."""
         self.cp_size = _size("PARALLELISM_CONFIG_CP_SIZE")
         """Number of processes that share each sequence (context parallelism)."""
+        self.mesh_size = (
+            self.cp_size * _size("PARALLELISM_CONFIG_DP_SHARD_SIZE") * _size("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+        )
+        """Number of processes that the yaml's parallelism_config describes; 1 without."""
         switches = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP")
         self.cpu, self.fsdp = (os.environ.get(name, "").lower() == "true" for name in switches)
         self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -32,7 +36,7 @@ def leftovers() -> Iterator[str]:
     """Yield an error line for each variable that describes other processes although no launcher has started any, and
     for a sweep's trial without an agent."""
     if os.environ.get("WANDB_SWEEP_ID") and not re.fullmatch(r"[\w.-]+", os.environ.get("WANDB_RUN_ID", "")):
-        yield "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is not the id of a trial, a word: unset it"
+        yield "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it"
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torch's launcher, as is all that Accelerate reads first
         return
     # pods started without a launcher may get WORLD_SIZE, RANK and the address to meet at from their operator

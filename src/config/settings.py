@@ -18,7 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from src.config.aliases import OURS
 from src.config.errors import UserError, cause, explained
-from src.config.terminal import masked
+from src.config.terminal import CONTROL, masked
 
 
 class Change(Enum):
@@ -42,6 +42,8 @@ DOWNLOADABLE = "downloadable"
 Downloadable = Annotated[T, DOWNLOADABLE]
 """A setting that may be SCHEME:NAME, to download, instead of a folder."""
 
+OUTSIDE = {"run_name": r"^/|(^|/)\.\.(/|$)", "mirror": r"(^|/)\.\.(/|$)", "output_dir": "$."}
+"""What leads out of the folder that is meant, by the settings that name folders."""
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
 
@@ -56,12 +58,17 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
         which no shell does. Refuse `None`, which is a word in YAML, where null is meant."""
         if not isinstance(value, str):
             return value
-        annotation = cls.model_fields[info.field_name or ""].annotation
+        name = info.field_name or ""
+        annotation = cls.model_fields[name].annotation
         if value.lower() == "none" and annotation is not str:
             raise ValueError("write null for none")
         if annotation not in TEXT and re.fullmatch(r"\d+(\.\d*)?[eE]\d+", value):
             return float(value)
-        return os.path.expanduser(value) if value.startswith("~/") else value
+        value = os.path.expanduser(value) if value.startswith("~/") else value
+        # what an older version has saved is as it is
+        if info.context is not None and name in OUTSIDE and re.search(rf"{OUTSIDE[name]}|{CONTROL}", value):
+            raise ValueError("must have no control characters, a name or mirror no part .., a name no / at its start")
+        return value
 
     def validation_errors(self) -> Iterator[str]:
         """Yield an error line for each mistake that no single field can find, before anything is loaded: contradictory
@@ -241,7 +248,7 @@ def _read_file(file: str, mistakes: list[str]) -> Values:
     try:
         content = read_yaml(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        there = [str(p) for p in sorted(path.parent.glob("*.yaml"))]
+        there = [*map(str, sorted(path.parent.glob("*.yaml")))]
         mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")

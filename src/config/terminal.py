@@ -19,14 +19,14 @@ CONTROL = r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 """What controls a terminal (C0 but for the tab, C1), ends a line, turns its direction, or is no character."""
 SECRET = (
     r"(?i)(https?://|://[^\s/?#@:]*:)[^\s/?#]+(?=@)"
-    r"|([?&;#][\w.%-]*(?:token|secret|passw(?:or)?d|pass|pwd|sig|signature|credentials?|key|auth)=)[^\s&;#'\"]+"
+    r"|([?&;#][\w.%-]*(?:token|secret|passw(?:or)?d|pass|pwd|sig|signature|credentials?|key|auth)=)[^\s&;#'\"]*[^\s&;#'\":,.)]"
 )
 """Secrets in a URL: before its host, where other file systems than HTTP may have a name alone, and in its query."""
 
 
 def visible(text: str) -> str:
     """Return text as one line that only shows: with \\x1b or \\u202e, for example, in place of those characters."""
-    return re.sub(CONTROL, lambda found: found[0].encode("unicode_escape").decode(), text)
+    return re.sub(CONTROL, lambda found: ascii(found[0]).strip("'"), text)
 
 
 def masked(text: str) -> str:
@@ -37,9 +37,8 @@ def masked(text: str) -> str:
 def bar(desc: str = "", leave: bool = False, **options: Any) -> Any:
     """Return a tqdm bar; `options` has its total. It is shown by the run's first process, if both streams go to a
     terminal, until it is done or, if `leave`, also after that."""
-    is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     layout = "{percentage:3.0f}% {bar:10} {n:,}/{total:,}  eta {remaining}  {desc}"
-    is_shown = is_terminal and is_first()
+    is_shown = is_first() and sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return tqdm(desc=desc, leave=leave, bar_format=layout, disable=not is_shown, dynamic_ncols=True, **options)
 
 

@@ -138,6 +138,11 @@ def launch_errors(
     for name, answers in REFUSED.items():
         if answer := answers.get(os.environ.get(name, "").upper(), answers.get("OTHER")):
             yield answer
+    if asked.mesh_size not in (1, asked.world_size):
+        yield (
+            f"parallelism_config: dp_replicate_size x dp_shard_size x cp_size is {asked.mesh_size} and must equal the "
+            f"number of processes, {asked.world_size}: change one"
+        )
     if asked.cp_size > 1 and not (asked.fsdp and config.task.splits_sequences):
         yield f"task.name={config.task.name}: cp_size needs FSDP, and a task that can split sequences: remove it"
     if asked.fsdp and config.ddp_comm_hook:

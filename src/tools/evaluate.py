@@ -50,8 +50,7 @@ def main(argv: list[str]) -> None:
         tune(model, False)  # as in training, or sums would be rounded in another order
     model = accelerator.prepare_model(model, evaluation_mode=True).eval()
     _, dataset = task.build_datasets()
-    for remark in task.state.remarks:
-        say(remark, file=sys.stderr)
+    say(*task.state.remarks, file=sys.stderr)
     loss, outputs = evaluate_alone(task, model, dataset, config.forward_batch_size(1), accelerator.device)
     print(json.dumps(metrics_of(task, loss, len(dataset), outputs), indent=2))
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from examples.ask import MOST_TOKENS, Question
 from examples.weights import WEIGHTS, find
 from src.checkpoint.export import push_to_hub
 from src.config.errors import RunError, UserError
+from src.config.terminal import visible
 from src.tasks.text import files
 from src.tasks.text.meta_loading import weight_files
 from src.tools.generate import main  # room: tools
@@ -90,7 +91,7 @@ def test_a_model_from_the_hub_is_tuned_and_asked(  # room: tools
     assert re.fullmatch(says, capsys.readouterr().out)
     question = json.loads((run.folder / "answers.jsonl").read_text().splitlines()[0])
     main([str(run.folder), f"--prompt={question['question']}", "--temperature=0", "--max_new_tokens=64"])
-    assert capsys.readouterr().out == question["after"] + "\n"
+    assert capsys.readouterr().out == "\n".join(map(visible, question["after"].split("\n"))) + "\n"
 
 
 @pytest.fixture
