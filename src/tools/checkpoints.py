@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         folder = options.output or newest.parent.parent / f"model_{newest.name}"
         require_whole(newest)
         export_checkpoint(newest, folder)
-        say(str(folder))
+        say(f"{folder}")
         return 0
     are_whole = [print_line(path, options.command == "verify") for path in checkpoints]
     return 0 if all(are_whole) else 1

@@ -121,4 +121,4 @@ if __name__ == "__main__":
     target = arguments.output or arguments.runs[0] / "report.html"
     with exit_codes("report"), explained("cannot write the report: ", (OSError, ImportError)):
         write_report(arguments.runs, target)
-    say(str(target))
+    say(f"{target}")
