@@ -230,7 +230,7 @@ def test_a_password_works_where_its_refusal_says_that_it_belongs(tmp_path: Path)
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         read = f"import fsspec; print(fsspec.open('http://127.0.0.1:{server.server_port}/x').open().read())"
-        netrc = {"NETRC": str(tmp_path / "netrc"), "no_proxy": "127.0.0.1"}
+        netrc: dict[str, Any] = {"NETRC": str(tmp_path / "netrc"), "no_proxy": "127.0.0.1"}
         without = run_command([sys.executable, "-c", read], tmp_path, **netrc)
         done = run_command([sys.executable, "-c", read], tmp_path, **netrc, FSSPEC_HTTPS=setting)
         server.shutdown()
@@ -403,7 +403,12 @@ def test_slurm_sbatch_answers_help_and_starts_nothing(tmp_path: Path, asks: str)
 
 def test_slurm_sbatch_takes_the_folder_and_nothing_else_that_is_printed(tmp_path: Path) -> None:
     """Even if the task's file prints; and a mistake ends it."""
-    job = {"PATH": with_slurm(tmp_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a", "PYTHONPATH": str(tmp_path)}
+    job: dict[str, Any] = {
+        "PATH": with_slurm(tmp_path),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "a",
+        "PYTHONPATH": str(tmp_path),
+    }
     command = ["bash", "launchers/slurm.sbatch", f"--run_name={AWKWARD}", *QUIET]
     refused = run_command([*command, "--bad=1"], tmp_path, **job)
     assert (refused.exit_code, refused.stderr) == (2, "slurm.sbatch: --bad=1: unknown setting\n")
