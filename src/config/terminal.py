@@ -18,7 +18,7 @@ tqdm.set_lock(RLock())
 CONTROL = r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 """What controls a terminal (C0 but for the tab, C1), ends a line, turns its direction, or is no character."""
 SECRET = (
-    r"(?i)(https?://|://[^\s/?#@:]*:)[^\s/?#]+(?=@)"
+    r"(?i)(https?:/+|:/+[^\s/?#@:]*:)[^\s/?#]+(?=@)"
     r"|([?&;#][\w.%-]*(?:token|secret|passw(?:or)?d|pass|pwd|sig|signature|credentials?|key|auth)=)[^\s&;#'\"]*[^\s&;#'\":,.)]"
 )
 """Secrets in a URL: before its host, where other file systems than HTTP may have a name alone, and in its query."""
