@@ -55,7 +55,7 @@ class TokenClassification(TextClassification):
                 says += f": give each one of {labels}"
                 mistakes.append(f"{says} ({fits.count(False)} of {len(fits)} rows do not fit)")
         if mistakes:
-            raise UserError("\n".join(f"task.dataset={self.dataset}: {mistake}" for mistake in mistakes))
+            raise UserError(*(f"task.dataset={self.dataset}: {mistake}" for mistake in mistakes))
         return self._tokenize(train), self._tokenize(evaluation)
 
     def _name_tags(self, found: set[str], new: list[str]) -> None:

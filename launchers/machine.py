@@ -13,7 +13,7 @@ from accelerate.commands.launch import default_config_file, launch_command_parse
 from accelerate.utils.other import is_port_in_use
 
 sys.path.insert(0, ".")  # the project's root, where the command is run
-from src.config.errors import RunError, UserError, cause, explained
+from src.config.errors import RunError, cause, explained, refuse
 from src.config.settings import read_yaml
 from src.distributed.process import exit_codes
 
@@ -48,8 +48,7 @@ def main(words: list[str]) -> None:
         config: Any = read_yaml(text.read()) or {}
     mesh = (config.get("parallelism_config") or {}) | {key: given[key] for key in MESH if given[key] != 1}
     machines, processes, rank, ip, port = (config.get(key) if given[key] is None else given[key] for key in KEYS)
-    if errors := "\n".join(mistakes(machines or 1, processes, rank, ip, port, *[mesh.get(k, 1) for k in MESH if mesh])):
-        raise UserError(errors)
+    refuse(mistakes(machines or 1, processes, rank, ip, port, *[mesh.get(k, 1) for k in MESH if mesh]))
     end = time.monotonic() + timeout
     while machines and machines > 1:  # in Kubernetes even the main machine's own name resolves only after its start
         try:

@@ -17,8 +17,8 @@ from tests.launching import Launch, Run, Tool, Whole
 
 
 @pytest.fixture
-def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("evaluate", main, capsys)
+def tool(capfd: pytest.CaptureFixture[str]) -> Tool:
+    return Tool("evaluate", main, capfd)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def test_what_is_no_model_or_checkpoint_is_one_line(tool: Tool, checkpoints: Too
 
 
 @pytest.fixture
-def checkpoints(capsys: pytest.CaptureFixture[str]) -> Tool:
-    return Tool("checkpoint", checkpoints_main, capsys)
+def checkpoints(capfd: pytest.CaptureFixture[str]) -> Tool:
+    return Tool("checkpoint", checkpoints_main, capfd)
 
 
 @pytest.fixture

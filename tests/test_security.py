@@ -1,27 +1,49 @@
 """Loading a checkpoint executes nothing, whatever lies in it, and no secret gets into what a run writes."""
 
+import base64
 import contextlib
+import errno
+import json
 import os
 import pickle
 import re
+import shlex
 import shutil
+import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from src.checkpoint.compatibility import read_state
+from src.checkpoint.export import push_to_hub, write_cards
 from src.checkpoint.integrity import problems
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
+from src.config.config import config_from
+from src.config.errors import RunError, UserError, cause, explained
+from src.config.settings import read_yaml, write_yaml
+from src.config.terminal import masked, say
+from src.distributed.process import exit_codes
+from src.tasks import TASKS
 from src.tasks.mnist import MnistCnn
+from src.tools.checkpoints import main as checkpoints  # room: tools
 from tests.faults.runs import ALL, TINY, relist
-from tests.launching import PROJECT, WANDB, Launch, Whole
+from tests.launching import BIN, PROJECT, QUIET, WANDB, Launch, Whole, mistakes, needs, run_command
+from train import run_settings
 
+HOLDS_SECRET = (
+    "it has a secret, which the run would write down: keep that in ~/.netrc, fsspec's configuration or the "
+    "environment, as docs/running.md says"
+)
 FILES = ["shard-00001-model-00001-of-00001.safetensors", "rng_00001.json", "state.json", "manifest.json"]
 
 
@@ -71,14 +93,31 @@ def test_nothing_in_the_project_unpickles() -> None:
             assert word not in text, f"{path}: {word}"
 
 
+AT_A_SERVER = """
+import os
+import src.parts
+from src.tracking.part import Part
+
+class Server(Part):
+    title, where = "own", f"{os.environ['WANDB_BASE_URL']}/runs/1"
+
+src.parts.PARTS.append(Server)
+"""
+"""A tracker whose server's URL has a password."""
+
+
 def test_no_secret_is_written_anywhere(launch: Launch) -> None:
     names = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
     secrets: dict[str, Any] = {name: f"sentinel-{name.lower()}-0123456789abcdef0123456789" for name in names}
-    run = launch("cpu", *TINY, "--max_steps=4", wandb="offline", **secrets).succeeded()
+    urls = ("WANDB_BASE_URL", "HF_ENDPOINT", "HTTPS_PROXY", "HTTP_PROXY")
+    passwords = {name: f"sentinel-{name.lower()}" for name in urls}
+    given = secrets | {name: f"http://bob:{password}@127.0.0.1:9" for name, password in passwords.items()}
+    run = launch("cpu", *TINY, "--max_steps=4", wandb="offline", before=AT_A_SERVER, **given).succeeded()
+    assert "http://***@127.0.0.1:9/runs/1" in run.summary["trackers"].values()
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files) == WANDB
     for written in ((run.stdout + run.stderr).encode(), *(path.read_bytes() for path in files)):
-        assert b"sentinel-" not in written
+        assert not any(secret.encode() in written for secret in (*secrets.values(), *passwords.values()))
 
 
 # ------------------------------------------------------------ links and locks in shared folders
@@ -87,7 +126,311 @@ def test_no_secret_is_written_anywhere(launch: Launch) -> None:
 
 # ------------------------------------------------------------ secrets in URLs
 
+MASKED = {
+    "https://bob:SECRET@host/train.jsonl": "https://***@host/train.jsonl",
+    "https://SECRET@host/train.jsonl": "https://***@host/train.jsonl",
+    "https:/bob:SECRET@host/train.jsonl": "https:/***@host/train.jsonl",  # as a Path writes it
+    "s3://KEY:SECRET@bucket/runs": "s3://KEY:***@bucket/runs",
+    "simplecache::ftp://bob:SECRET@b@host/x": "simplecache::ftp://bob:***@host/x",
+    "s3://b/x?X-Amz-Date=1&X-Amz-Signature=SECRET&b=2": "s3://b/x?X-Amz-Date=1&X-Amz-Signature=***&b=2",
+    "az://b/x?sv=1&sig=SECRET%2Fb": "az://b/x?sv=1&sig=***",
+    **{f"https://h/x?{name}=SECRET": f"https://h/x?{name}=***" for name in (
+        "token", "access_token", "key", "api_key", "apikey", "password", "X-Amz-Security-Token", "Signature", "secret",
+    )},
+}  # fmt: skip
+"""URLs with a secret, and what is shown of them."""
+OPEN = (
+    "https://host:8080/a@main/b.jsonl?revision=main&max_tokens=5&design=x", "hf://datasets/me/data@main/a.jsonl",
+    "abfs://container@account.dfs.core.windows.net/x", "sftp://bob@host:22/x", "gs://bucket/x", "me@home.org: 12:30",
+)  # fmt: skip
+"""Texts without one. On Azure, what comes before the @ is a container."""
+
+
+def test_what_is_secret_in_a_url_is_masked_and_nothing_else() -> None:
+    assert {url: masked(f"'{url}' is")[1:-4] for url in MASKED} == MASKED
+    for text in (*OPEN, *MASKED.values()):
+        assert masked(text) == text
+    assert masked("https://a:" * 100_000 + "/" * 100_000 + "://" * 100_000 + "?a" * 100_000)  # in linear time
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["checkpoint.mirror", "resume", "output_dir", "run_name", "push_to_hub", "seed", "task.source", "nothing"],
+)
+def test_a_setting_with_a_secret_is_one_line_that_hides_it(tmp_path: Path, setting: str) -> None:
+    """At any depth, also where another mistake is said of it. Tried without: it is in config.yaml, or in a message."""
+    for url, shown in MASKED.items():
+        says = [line for line in mistakes(f"--{setting}={url}") if "it has a secret" in line]
+        assert says == [f"--{setting}={shown}: {HOLDS_SECRET}"]
+    *groups, name = setting.split(".")
+    nested: Any = {name: [{"mixed": [{"url": "https://bob:SECRET@host/x"}]}]}
+    for group in groups:
+        nested = {group: nested}
+    (tmp_path / "a.yaml").write_text(write_yaml(nested))
+    for arguments in ([f"--config={tmp_path}/a.yaml"], [f"--{setting}={{a: [{{b: 'https://h/?token=SECRET'}}]}}"]):
+        assert any(HOLDS_SECRET in line for line in mistakes(*arguments))
+
+
+def test_a_refused_secret_is_neither_printed_nor_written(launch: Launch, tmp_path: Path) -> None:
+    """Tried without: seven files and the terminal have it."""
+    url = "http://bob:SECRET@127.0.0.1:9/x?token=SECRET"
+    run = launch("ddp", f"--push_to_hub={url}", f"--resume={url}", f"--x={url}", "--seed=-1", wandb="offline")
+    assert run.exit_code == 2
+    assert "SECRET" not in run.stdout + run.stderr
+    assert len(run.messages) == len(run.stderr.splitlines()) == 6
+    assert not run.folder.exists()
+
+
+def test_a_secret_of_an_old_run_is_in_no_report_and_no_card(whole: Whole, tmp_path: Path) -> None:
+    """One from before they were refused."""
+    folder = shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
+    settings = read_yaml((folder / "config.yaml").read_bytes())
+    settings["resume"] = "https://bob:SECRET@host/x?token=SECRET"
+    (folder / "config.yaml").write_text(write_yaml(settings))
+    write_cards(config_from(settings, TASKS), {"": {}}, {"eval/loss": 1.0}, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "https://***@host/x?token=***" in card
+    assert "SECRET" not in card
+    if (PROJECT / "src/tracking/report.py").exists():
+        import_module("src.tracking.report").report_line(folder)
+        page = (folder / "report.html").read_text()
+        assert "https://***@host" in page
+        assert "SECRET" not in page
+
+
+def test_a_secret_in_the_error_of_a_library_is_masked(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a download that was redirected to a signed URL."""
+    signed = "403, message='Forbidden', url='https://cdn.host/x?Policy=a&Signature=SECRET&Key-Pair-Id=b'"
+    with pytest.raises(SystemExit), exit_codes(), explained("train.jsonl: ", OSError, RunError):
+        raise OSError(signed)
+    assert capsys.readouterr().err == f"train.py: train.jsonl: {signed.replace('SECRET', '***')}\n"
+    with pytest.raises(SystemExit), exit_codes():
+        raise UserError("resume=https://bob:SECRET@host/x: not a checkpoint")
+    assert "SECRET" not in capsys.readouterr().err
+    assert "SECRET" not in cause(OSError(signed))
+
+
+def test_a_password_works_where_its_refusal_says_that_it_belongs(tmp_path: Path) -> None:
+    """And as docs/running.md writes it. A canary: fsspec reads ~/.netrc only if it is told to."""
+    pytest.importorskip("aiohttp")
+    expected = "Basic " + base64.b64encode(b"bob:SECRET").decode()
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_known = self.headers.get("Authorization") == expected
+            self.send_response(200 if is_known else 401)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login bob password SECRET\n")
+    (tmp_path / "netrc").chmod(0o600)
+    (setting,) = re.findall("FSSPEC_HTTPS='(.*)'", (PROJECT / "docs/running.md").read_text())
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        read = f"import fsspec; print(fsspec.open('http://127.0.0.1:{server.server_port}/x').open().read())"
+        netrc: dict[str, Any] = {"NETRC": str(tmp_path / "netrc"), "no_proxy": "127.0.0.1"}
+        without = run_command([sys.executable, "-c", read], tmp_path, **netrc)
+        done = run_command([sys.executable, "-c", read], tmp_path, **netrc, FSSPEC_HTTPS=setting)
+        server.shutdown()
+    assert (without.exit_code, done.stdout) == (1, "b'ok'\n"), done.stderr
+
+
 # ------------------------------------------------------------ control characters, names, printed commands
+
+EVIL = "\x1b]0;owned\x07\r\ntrain.py: all is well\x0b\x1c\x85\x9b2J\u2028x\u202ey\u2066z\udcff\x7f\x00"
+"""What sets a terminal's title, clears it, begins lines that look like ours, and turns the direction of writing."""
+CONTROLS = re.compile(r"[^\S\n\t ]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+PLAIN = "\ttab, ümläut, 日本語, עברית, 👩‍👩‍👧, \u200f, C:\\x1b"
+
+
+def says(capfd: pytest.CaptureFixture[str], lines: int = 1) -> str:
+    """What was printed, in so many lines, none of which does more than show."""
+    captured = capfd.readouterr()
+    printed = captured.out + captured.err
+    assert not CONTROLS.search(printed), ascii(printed)
+    assert printed.count("\n") == lines, printed
+    return printed
+
+
+def test_what_is_printed_shows_what_would_control_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """And leaves all other characters, emojis that are joined too. Tried without."""
+    say(PLAIN, f"a{EVIL}b", "c")
+    plain, evil, last, _ = says(capfd, lines=3).split("\n")
+    assert (plain, last) == (PLAIN, "c")
+    assert evil.startswith(r"a\x1b]0;owned\x07\r\ntrain.py: all is well\x0b\x1c\x85\x9b2J\u2028x\u202ey\u2066z")
+
+
+def test_mistakes_of_strangers_files_are_as_many_lines_as_mistakes(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As the names in a yaml, in the head of a table or in a folder. Tried without: they fake lines of ours."""
+    evil = EVIL.replace("\udcff", "")  # which no file in UTF-8 has
+    (tmp_path / "a.yaml").write_text(json.dumps({f"a{evil}": 1, "seed": evil, "optim": {evil: [evil]}}))
+    with pytest.raises(SystemExit), exit_codes():
+        run_settings([f"--config={tmp_path}/a.yaml", f"--lr={EVIL}"])
+    lines = says(capfd, lines=4).splitlines()
+    assert all(line.startswith("train.py: ") for line in lines)
+    for error in (
+        UserError(f"train.csv: two columns are called {EVIL}", "b"),
+        RunError(f"{EVIL}: cannot be read", "b"),
+    ):
+        with pytest.raises(SystemExit), exit_codes():
+            raise error
+        assert says(capfd, lines=2).startswith("train.py: ")
+    with pytest.raises(SystemExit) as ended, exit_codes():
+        raise OSError(errno.ENOSPC, "No space left on device", EVIL)
+    assert not CONTROLS.search(str(ended.value.code))
+    assert "\n" not in str(ended.value.code)
+
+
+def test_a_checkpoint_of_a_stranger_is_listed_in_lines_of_ours(  # room: tools
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder, strategy and metrics have names that would control the terminal."""
+    folder = tmp_path / f"a{EVIL.replace(chr(0), '')}b" / "step_00000014"
+    shutil.copytree(checkpoint, folder)
+    state = json.loads((folder / "state.json").read_text())
+    state["origin"]["strategy"] = EVIL
+    state["progress"]["evaluations"]["14"] = {EVIL: 1.0}
+    (folder / "state.json").write_text(json.dumps(state))
+    relist(folder, "state.json")
+    assert checkpoints(["list", str(folder)]) == 0
+    assert r"\x1b]0;owned" in says(capfd, lines=2)
+    (folder / "state.json").write_text("{}")
+    assert checkpoints(["verify", str(folder)]) == 1
+    assert "DAMAGED: " in says(capfd)
+
+
+@needs("src/tools/generate.py")
+def test_the_words_of_a_model_only_show(capfd: pytest.CaptureFixture[str]) -> None:
+    """But ends of lines are what they are. Tried with transformers' own streamer."""
+    printer = import_module("src.tools.generate").Printer(None)
+    printer.on_finalized_text(f"{PLAIN}\nx{EVIL}")
+    printer.on_finalized_text("y", stream_end=True)
+    printed = says(capfd, lines=3)
+    assert printed.startswith(f"{PLAIN}\nx\\x1b]0;owned")
+
+
+def test_an_example_only_shows(launch: Launch) -> None:
+    """In a dry run, where it may have several lines. Tried without: a terminal takes it as orders."""
+    first = f"first\n{EVIL}"
+    example = f"from src.tasks.mnist import Mnist; Mnist.preview = lambda *_: {first!r}"
+    run = launch("cpu", *TINY, "--dry-run", before=example).succeeded()
+    assert not CONTROLS.search(run.stdout)
+    assert run.stdout.count("\nfirst\n\\x1b]0;owned") == 2
+
+
+MIRROR = ("checkpoint.mirror",) if (PROJECT / "src/checkpoint/mirror.py").exists() else ()
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "..", "/etc/x", "a\nb", "a\x1b[2Jb", "a\0b", "a\u202eb"])
+def test_a_name_that_leaves_its_folder_or_controls_a_terminal_is_refused(tmp_path: Path, name: str) -> None:
+    """The run's, and the part of its mirror; a mirror may be a folder on another disk, from its root."""
+    refused = "must have no control characters, a name or mirror no part .., a name no / at its start"
+    (tmp_path / "a.yaml").write_text(json.dumps({"run_name": name}))
+    with pytest.raises(UserError) as error:
+        run_settings([f"--config={tmp_path}/a.yaml"])
+    assert error.value.args == (f"{tmp_path}/a.yaml: run_name: {name}: {refused}",)
+    for setting in (*MIRROR, "output_dir"):
+        if not (name.startswith("/") or (".." in name and setting == "output_dir")):
+            with pytest.raises(UserError, match=refused) as error:
+                run_settings([f"--{setting}=there/{name}"])
+            assert len(error.value.args) == 1
+
+
+def test_other_names_are_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("group/chat", "a..b", "..a", "日本 👩‍👩‍👧", "$(touch x)", "-x", "a b'c"):
+        for mirror in ("/mnt/backup", "s3://bucket/a..b", "backup"):
+            config = run_settings([f"--run_name={name}", *(f"--{setting}={mirror}" for setting in MIRROR)])
+            assert config.folder == Path("runs", name)
+
+
+def test_a_trial_s_id_that_leaves_the_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where W&B, which has rules of its own for it, is off. Tried without: the folder is outside of runs."""
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    for name in ("/../../x", "a\nb", "a b", ""):
+        monkeypatch.setenv("WANDB_RUN_ID", name)
+        (line,) = mistakes(*QUIET)
+        assert line.startswith("WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id")
+
+
+AWKWARD = "it's; touch pwned $(touch pwned) `touch pwned`"
+
+
+def test_what_is_printed_to_be_copied_is_one_word_to_a_shell(launch: Launch, tmp_path: Path) -> None:
+    """Paths and ids, whatever their names: tried without quotes."""
+    folder = tmp_path / AWKWARD / "run"
+    launch("cpu", *TINY, "--max_steps=2", folder=folder).succeeded()
+    newest = folder / "checkpoints/step_00000002"
+    state = json.loads((newest / "state.json").read_text())
+    (newest / "state.json").write_text(json.dumps(state | {"run_id": "$(touch pwned)"}))  # as a stranger may
+    relist(newest, "state.json")
+    more = ("--wandb.model=no",) if WANDB else ()  # as artifacts cannot have that name
+    logged: dict[str, Any] = {"wandb": "offline", "WANDB_SAVE_CODE": "false"}
+    run = launch("cpu", *TINY, "--max_steps=4", *more, folder=folder, **logged).succeeded()
+    commands = dict(re.findall("^  (model|evaluate|upload) +(.*)", run.stdout, re.MULTILINE))
+    assert shlex.split(commands["model"]) == [f"{folder}/model"]
+    if "evaluate" in commands:
+        assert shlex.split(commands["evaluate"])[-1] == str(folder)
+    if WANDB:
+        *_, files = shlex.split(commands["upload"])
+        assert files == f"{folder}/wandb/offline-run-*-$(touch pwned)"
+
+
+def test_a_failed_upload_says_a_command_that_a_shell_takes_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("HF_TOKEN", "dummy")
+    config = run_settings(["--push_to_hub=me/mine", f"--output_dir={tmp_path}/{AWKWARD}", *QUIET])
+    (part := config.folder / "model" / AWKWARD).mkdir(parents=True)
+    (part / "README.md").touch()
+    with pytest.raises(RunError) as error:
+        push_to_hub(config)
+    (command,) = re.findall("upload its model with `(.*)`: ", str(error.value))
+    words = ["hf", "upload", "me/mine", f"{config.folder}/model", "--private", f"--exclude={AWKWARD}/*"]
+    assert shlex.split(command) == words
+
+
+@pytest.mark.parametrize("asks", ["--help", "-h"])
+def test_slurm_sbatch_answers_help_and_starts_nothing(tmp_path: Path, asks: str) -> None:  # room: machines
+    """Also outside of a job. Tried with what is printed as the run's folder: srun starts the processes."""
+    done = run_command(["bash", "launchers/slurm.sbatch", "--seed=1", asks], tmp_path, PATH=with_slurm(tmp_path))
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "  --run_name=" in done.stdout
+
+
+def test_slurm_sbatch_takes_the_folder_and_nothing_that_is_printed(tmp_path: Path) -> None:  # room: machines
+    """Even if the task's file prints; and a mistake ends it."""
+    job: dict[str, Any] = {
+        "PATH": with_slurm(tmp_path),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "a",
+        "PYTHONPATH": str(tmp_path),
+    }
+    command = ["bash", "launchers/slurm.sbatch", f"--run_name={AWKWARD}", *QUIET]
+    refused = run_command([*command, "--bad=1"], tmp_path, **job)
+    assert (refused.exit_code, refused.stderr) == (2, "slurm.sbatch: --bad=1: unknown setting\n")
+    (tmp_path / "sitecustomize.py").write_text("print('; touch pwned')")
+    done = run_command(command, tmp_path, **job)
+    assert done.stderr.splitlines()[-1] == f"STATUS=runs/{AWKWARD}/status.json"
+
+
+def with_slurm(folder: Path) -> str:  # room: machines
+    """PATH with programs of Slurm that only say what they are called with."""
+    folder = folder / "bin"
+    folder.mkdir()
+    for name in ("srun", "scontrol", "squeue"):
+        (folder / name).write_text('#!/bin/bash\necho "STATUS=$STATUS" >&2\n')
+        (folder / name).chmod(0o755)
+    return f"{folder}:{BIN}:{os.environ['PATH']}"
+
 
 # ------------------------------------------------------------ supply chain
 

@@ -138,6 +138,7 @@ def test_a_switch_is_on_by_itself_and_may_have_a_hyphen() -> None:  # room: chec
     for written in ("--dry-run", "--dry_run=true"):
         assert run_settings([written]).dry_run
         assert run_settings([written, "--dry-run=false", "--check"]).check
+    assert mistakes("--dry-run", "--check") == ["--check and --dry-run cannot be combined: choose one"]
     assert mistakes("--dry-run=") == ["--dry_run=: must be a valid boolean, unable to interpret input"]
 
 
@@ -177,7 +178,7 @@ def test_variables_of_wandb_that_cannot_be_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WANDB_SWEEP_ID", "x")
     monkeypatch.setenv("WANDB_MODE", "ofline")
     assert mistakes() == [
-        "WANDB_SWEEP_ID=x is set in the environment, without WANDB_RUN_ID: unset it",
+        "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it",
         "WANDB_MODE is set in the environment, but must be online, offline or disabled",
     ]
 

@@ -6,7 +6,7 @@ model with its gradients and optimizer state.
 """
 
 from collections.abc import Callable, Iterator
-from textwrap import fill
+from textwrap import wrap
 
 import torch
 
@@ -43,7 +43,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     for row in examine(Subject(run, train_step, evaluate)):
         rows.append(row)
         for line in lines(row):
-            tell(fill(line, 80, subsequent_indent=" " * 18))
+            tell(*wrap(line, 80, subsequent_indent=" " * 18))
     failed = [row["check"] for row in rows if row["means"]]
     if run.is_main:
         config.folder.mkdir(parents=True, exist_ok=True)

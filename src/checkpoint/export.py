@@ -1,6 +1,7 @@
 """Export the trained model, with the last or the best weights and a model card, and upload it."""
 
 import contextlib
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
 from src.config.errors import RunError, explained
 from src.config.settings import write_yaml
-from src.config.terminal import say
+from src.config.terminal import masked, say
 from src.tasks.base import Cards, Metrics, Task, Tensors
 from src.training.run import Run
 
@@ -95,7 +96,7 @@ def _unwrapped(weight: Tensor) -> Tensor:
 
 def write_cards(config: Config, cards: Cards, metrics: Metrics, folder: Path) -> None:
     """Write README.md, the model card, for each model in this folder, with the metrics of its weights."""
-    settings = write_yaml(config.model_dump(mode="json", exclude={"wandb", "output_dir"}))
+    settings = masked(write_yaml(config.model_dump(mode="json", exclude={"wandb", "output_dir"})))
     rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in metrics.items() if isinstance(value, int | float))
     text = (
         f"# {config.run_name}\n\nTrained by `train.py` as `{config.task.name}`.\n\n"
@@ -113,8 +114,8 @@ def push_to_hub(config: Config) -> None:
     folder, repository = config.folder / "model", config.push_to_hub
     assert repository
     excluded = [f"{card.parent.name}/*" for card in folder.glob("*/README.md")]
-    options = "".join(f" --exclude '{pattern}'" for pattern in excluded)
-    command = f"hf upload {repository} {folder} --private{options}"
+    options = (f"--exclude={pattern}" for pattern in excluded)
+    command = shlex.join(["hf", "upload", repository, str(folder), "--private", *options])
     constants.HF_HUB_OFFLINE = False  # set if the Hub was unreachable at the start
     says = f"push_to_hub={repository}: the run is complete, upload its model with `{command}`: "
     with explained(says, raises=RunError):

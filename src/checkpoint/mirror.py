@@ -49,8 +49,7 @@ class Mirror:
         self._config, self._own = config, config.folder / "checkpoints"
         self._accepted = Callback()
         """Counts the files, or parts of files, that the mirror has accepted."""
-        name = config.model_copy(update={"output_dir": "{run_name}"}).folder  # includes the trial of a sweep
-        self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{name}"
+        self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{config.folder_name}"
         probe = f"{INCOMPLETE}{os.urandom(8).hex()}"
         with explained(f"checkpoint.mirror={config.checkpoint.mirror}: "):
             self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)

@@ -10,7 +10,6 @@ from functools import reduce
 from operator import getitem
 from pathlib import Path
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from huggingface_hub import constants, get_token
@@ -27,7 +26,7 @@ from src.config.settings import (
     ResumeSafe,
     SafeReopens,
     Settings,
-    help_text,
+    help_lines,
     marked,
     nearest,
     read_arguments,
@@ -43,7 +42,6 @@ accelerate launch --config_file accelerate_configs/ddp.yaml
 Settings and their defaults. Yamls given by --config override the defaults; the
 command line overrides both. The task's own settings are shown for the chosen
 --task.name:
-  {tasks}
 """
 PLACE = {"run_name", "output_dir", "resume"}
 """Settings that determine the files a run reads and writes."""
@@ -53,7 +51,7 @@ class RunSettings(Settings):
     """Settings that every run has."""
 
     run_name: ResumeSafe[str] = ""
-    """Name of the run; empty: the task's name."""
+    """Name of the run and of its folders, such as chat or group/chat; empty: the task's name."""
     output_dir: ResumeSafe[Annotated[str, Field(min_length=1)]] = "runs/{run_name}"
     """Output folder of the run."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
@@ -111,13 +109,14 @@ class Config(PartSettings, RunSettings):
     """All settings of a run."""
 
     @property
+    def folder_name(self) -> str:
+        """Return run_name; in a sweep with the trial's id, as `wandb agent` repeats one command."""
+        return self.run_name + (f"-{os.environ.get('WANDB_RUN_ID')}" if os.environ.get("WANDB_SWEEP_ID") else "")
+
+    @property
     def folder(self) -> Path:
         """Return output_dir with run_name filled in."""
-        name = self.run_name
-        if os.environ.get("WANDB_SWEEP_ID"):
-            # `wandb agent` repeats one command: give each trial of a sweep its own folder
-            name += f"-{os.environ.get('WANDB_RUN_ID')}"
-        return Path(self.output_dir.replace("{run_name}", name))
+        return Path(self.output_dir.replace("{run_name}", self.folder_name))
 
     @property
     def mode(self) -> str:
@@ -135,7 +134,7 @@ class Config(PartSettings, RunSettings):
 
     def total_steps(self, examples: int) -> int:
         """Return the optimizer steps to take, with this many examples per epoch."""
-        return self.max_steps or (self.epochs or 0) * self.steps_per_epoch(examples)
+        return self.max_steps or self.schedule_steps(examples)
 
     def schedule_steps(self, examples: int) -> int:
         """Return the optimizer steps that the learning-rate schedule spans, with this many examples per epoch."""
@@ -157,10 +156,9 @@ class Config(PartSettings, RunSettings):
         profiled = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile_steps or "1:1")
         if not profiled or int(profiled[1]) > int(profiled[2]):
             yield f"profile_steps={self.profile_steps}: name the first and the last step, such as 10:15"
-        length = None if self.epochs else self.max_steps
-        yield from self.optim.decay_errors(length or math.inf)
+        yield from self.optim.decay_errors(math.inf if self.epochs else self.max_steps or math.inf)
         if self.mode == "check" and self.dry_run:
-            yield "dry_run writes nothing, but check writes check.json: choose one"
+            yield "--check and --dry-run cannot be combined: choose one"
         if repository := self.push_to_hub:
             if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
                 yield f"push_to_hub={repository}: must be USER/NAME"
@@ -203,7 +201,7 @@ def load_config(
     argv: list[str],
     tasks: Mapping[str, str],
     place_errors: Callable[[Config], Iterable[str]] = lambda _: (),
-    downloads: Mapping[str, str] = MappingProxyType({}),
+    downloads: Mapping[str, str] = {},
     may_download: bool = True,
 ) -> Config:
     """Read the settings; if `argv` contains --help, print them and exit with code 0.
@@ -218,9 +216,8 @@ def load_config(
     Raises:
         UserError: the settings have mistakes. All of them are listed, one per line.
     """
-    wants_help = "--help" in argv or "-h" in argv
     mistakes = [*leftovers()]
-    values, written = read_arguments([a for a in argv if a not in ("--help", "-h")], mistakes)
+    values, written = read_arguments(argv, mistakes)
 
     default, *_ = tasks
     name = str(values.get("task.name", default))
@@ -229,8 +226,8 @@ def load_config(
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
         name = default
     config_class = _config_class(name, tasks)
-    if wants_help:
-        say(USAGE.format(tasks="\n  ".join(tasks)), help_text(config_class))
+    if {"--help", "-h"} & {*argv}:
+        say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class))
         sys.exit(0)
 
     values["task.name"] = name

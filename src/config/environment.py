@@ -1,6 +1,7 @@
 """The environment variables by which a launcher tells a process what to join, and leftovers of another launch."""
 
 import os
+import re
 from collections.abc import Iterator
 
 LAUNCH_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
@@ -20,8 +21,8 @@ class LaunchEnvironment:
             self.cp_size * _size("PARALLELISM_CONFIG_DP_SHARD_SIZE") * _size("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
         )
         """Number of processes that the yaml's parallelism_config describes; 1 without."""
-        self.cpu = is_set("ACCELERATE_USE_CPU")
-        self.fsdp = is_set("ACCELERATE_USE_FSDP")
+        switches = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP")
+        self.cpu, self.fsdp = (os.environ.get(name, "").lower() == "true" for name in switches)
         self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         """Mixed precision: no, bf16, fp16 or fp8."""
 
@@ -31,16 +32,11 @@ def _size(name: str) -> int:
     return max(1, int(value)) if value.isdigit() else 1
 
 
-def is_set(name: str) -> bool:
-    """Return whether the launcher has turned this switch on."""
-    return os.environ.get(name, "").lower() == "true"
-
-
 def leftovers() -> Iterator[str]:
     """Yield an error line for each variable that describes other processes although no launcher has started any, and
     for a sweep's trial without an agent."""
-    if os.environ.get("WANDB_SWEEP_ID") and not os.environ.get("WANDB_RUN_ID"):
-        yield f"WANDB_SWEEP_ID={os.environ['WANDB_SWEEP_ID']} is set in the environment, without WANDB_RUN_ID: unset it"
+    if os.environ.get("WANDB_SWEEP_ID") and not re.fullmatch(r"[\w.-]+", os.environ.get("WANDB_RUN_ID", "")):
+        yield "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it"
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torch's launcher, as is all that Accelerate reads first
         return
     # pods started without a launcher may get WORLD_SIZE, RANK and the address to meet at from their operator

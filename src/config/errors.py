@@ -5,12 +5,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from textwrap import shorten
 
+from src.config.terminal import masked
+
 
 class UserError(ValueError):
-    """A mistake in settings or data. It is printed without a traceback, one mistake per line; exit code 2.
+    """Mistakes in settings or data, each an argument. They are printed without a traceback, one per line; exit code 2.
 
     Any other exception keeps its traceback.
     """
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 class RunError(Exception):
@@ -20,18 +25,17 @@ class RunError(Exception):
 def refuse(mistakes: Iterable[str]) -> None:
     """Raise a UserError with these lines, if there are any."""
     if lines := [*mistakes]:
-        raise UserError("\n".join(lines))
+        raise UserError(*lines)
 
 
 def cause(error: BaseException) -> str:
-    """Return the error's message in one line, or the name of its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return the error's message in one line, without secrets, or the name of its type if it has none."""
+    return masked(" ".join(str(error).split())) or type(error).__name__
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return as many names as fit into 200 characters, for a message; escape what is not Unicode as \\xNN."""
-    text = ", ".join(names).encode(errors="backslashreplace").decode()
-    return shorten(text, 200, placeholder=" …")
+    """Return as many names as fit into 200 characters, for a message."""
+    return shorten(", ".join(names), 200, placeholder=" …")
 
 
 @contextlib.contextmanager

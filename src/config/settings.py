@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import wrap
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator, model_validator
@@ -18,6 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from src.config.aliases import OURS
 from src.config.errors import UserError, cause, explained
+from src.config.terminal import CONTROL, masked
 
 
 class Change(Enum):
@@ -41,6 +42,8 @@ DOWNLOADABLE = "downloadable"
 Downloadable = Annotated[T, DOWNLOADABLE]
 """A setting that may be SCHEME:NAME, to download, instead of a folder."""
 
+OUTSIDE = {"run_name": r"^/|(^|/)\.\.(/|$)", "mirror": r"(^|/)\.\.(/|$)", "output_dir": "(?!)"}
+"""What leads out of the folder that is meant, by the settings that name folders."""
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
 
@@ -55,12 +58,17 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
         which no shell does. Refuse `None`, which is a word in YAML, where null is meant."""
         if not isinstance(value, str):
             return value
-        annotation = cls.model_fields[info.field_name or ""].annotation
+        name = info.field_name or ""
+        annotation = cls.model_fields[name].annotation
         if value.lower() == "none" and annotation is not str:
             raise ValueError("write null for none")
         if annotation not in TEXT and re.fullmatch(r"\d+(\.\d*)?[eE]\d+", value):
             return float(value)
-        return os.path.expanduser(value) if value.startswith("~/") else value
+        value = os.path.expanduser(value) if value.startswith("~/") else value
+        # what an older version has saved is as it is
+        if info.context is not None and name in OUTSIDE and re.search(rf"{OUTSIDE[name]}|{CONTROL}", value):
+            raise ValueError("must have no control characters, a name or mirror no part .., a name no / at its start")
+        return value
 
     def validation_errors(self) -> Iterator[str]:
         """Yield an error line for each mistake that no single field can find, before anything is loaded: contradictory
@@ -108,6 +116,13 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     for name, text in options.items():
         values[name] = _parse_argument(text)
         written[name] = f"--{name}={text}"
+    for name, how in written.items():
+        written[name] = masked(how)
+        if written[name] != how:
+            mistakes.append(
+                f"{written[name]}: it has a secret, which the run would write down: keep that in ~/.netrc, fsspec's "
+                "configuration or the environment, as docs/running.md says"
+            )
     return values, written
 
 
@@ -144,21 +159,17 @@ def validate(
         except ValidationError as error:
             problems = error.errors()
         else:
-            mistakes.extend(line for line in contradictions if not _mentions(line, bad))
+            names = [rf"(?<![\w.]){re.escape(name)}\b" for name in bad]  # their defaults contradict nothing
+            mistakes.extend(line for line in contradictions if not any(re.search(name, line) for name in names))
             return settings, bad
         refused = {name: problem for problem in problems for name in _names_at(problem["loc"], good)}
         if not refused:  # a setting without a default is missing
-            lines = [f"{'.'.join(map(str, problem['loc']))}: {_problem_text(problem)}" for problem in problems]
-            raise UserError("\n".join([*mistakes, *lines]))
+            missing = (f"{'.'.join(map(str, problem['loc']))}: {_problem_text(problem)}" for problem in problems)
+            raise UserError(*mistakes, *missing)
         mistakes.extend(
             f"{written.get(name, name)}: {_refusal(name, problem, [*known])}" for name, problem in refused.items()
         )
         bad |= {*refused}
-
-
-def _mentions(line: str, names: Iterable[str]) -> bool:
-    """Return whether a message mentions one of these settings."""
-    return any(re.search(rf"(?<![\w.]){re.escape(name)}\b", line) for name in names)
 
 
 def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
@@ -213,18 +224,14 @@ def marked(model: type[Settings], mark: Change | str) -> set[str]:
     return {name for name, _, marks in setting_fields(model) if mark in marks}
 
 
-def help_text(model: type[Settings]) -> str:
-    """Return the settings as `--help` shows them: name, default, choices and documentation."""
-    lines = []
+def help_lines(model: type[Settings]) -> Iterator[str]:
+    """Yield the settings as `--help` shows them: name, default, choices and documentation."""
     for name, field, _ in setting_fields(model):
         default = write_yaml(field.get_default(call_default_factory=True), is_in_one_line=True)
         is_choice = get_origin(field.annotation) is Literal
         choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" if is_choice else ""
-        lines += [
-            f"  --{name}={default.splitlines()[0]}{choices}",
-            indent(fill(field.description or "", 72), "        "),
-        ]
-    return "\n".join(lines)
+        yield f"  --{name}={default.splitlines()[0]}{choices}"
+        yield from (f"        {line}" for line in wrap(field.description or "", 72))
 
 
 def nearest(name: str, names: list[str]) -> str:
@@ -241,7 +248,7 @@ def _read_file(file: str, mistakes: list[str]) -> Values:
     try:
         content = read_yaml(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        there = [str(p) for p in sorted(path.parent.glob("*.yaml"))]
+        there = [*map(str, sorted(path.parent.glob("*.yaml")))]
         mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")

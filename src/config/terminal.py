@@ -5,6 +5,7 @@ tqdm draws the bars rather than rich: it needs no thread, and a killed run leave
 
 import errno
 import os
+import re
 import sys
 from threading import RLock
 from typing import Any
@@ -14,14 +15,31 @@ from tqdm import tqdm
 # tqdm's own lock is shared with forked processes: one that is killed while holding it would never release it
 tqdm.set_lock(RLock())
 
+CONTROL = r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+"""What controls a terminal (C0 but for the tab, C1), ends a line, turns its direction, or is no character."""
+SECRET = (
+    r"(?i)(https?:/+|:/+[^\s/?#@:]*:)[^\s/?#]+(?=@)"
+    r"|([?&;#][\w.%-]*(?:token|secret|passw(?:or)?d|pass|pwd|sig|signature|credentials?|key|auth)=)[^\s&;#'\"]*[^\s&;#'\":,.)]"
+)
+"""Secrets in a URL: before its host, where other file systems than HTTP may have a name alone, and in its query."""
 
-def bar(desc: str = "", **options: Any) -> Any:
-    """Return a tqdm bar; `options` has its total. It is shown until it is done, by the run's first process, if both
-    streams go to a terminal."""
-    is_terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+def visible(text: str) -> str:
+    """Return text as one line that only shows: with \\x1b or \\u202e, for example, in place of those characters."""
+    return re.sub(CONTROL, lambda found: ascii(found[0]).strip("'"), text)
+
+
+def masked(text: str) -> str:
+    """Return text with *** in place of secrets in URLs."""
+    return re.sub(SECRET, r"\1\2***", text)
+
+
+def bar(desc: str = "", leave: bool = False, **options: Any) -> Any:
+    """Return a tqdm bar; `options` has its total. It is shown by the run's first process, if both streams go to a
+    terminal, until it is done or, if `leave`, also after that."""
     layout = "{percentage:3.0f}% {bar:10} {n:,}/{total:,}  eta {remaining}  {desc}"
-    options = {"bar_format": layout, "leave": False, **options}
-    return tqdm(desc=desc, disable=not (is_terminal and is_first()), dynamic_ncols=True, **options)
+    is_shown = is_first() and sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return tqdm(desc=desc, leave=leave, bar_format=layout, disable=not is_shown, dynamic_ncols=True, **options)
 
 
 def is_first() -> bool:
@@ -30,7 +48,7 @@ def is_first() -> bool:
 
 
 def say(*lines: str, file: Any = None) -> None:
-    """Print whole lines above the bars, safely from any thread.
+    """Print whole lines above the bars, safely from any thread: control characters visible, secrets masked.
 
     Everything that a run prints goes through here: to `file`, or to the process's real standard output, even while
     sys.stdout is redirected to silence a library. Once nobody reads the output, as after `| head -2` or when the
@@ -39,7 +57,8 @@ def say(*lines: str, file: Any = None) -> None:
     file = file or sys.__stdout__
     with tqdm.external_write_mode():
         try:
-            file.write("".join(f"{line}\n" for line in lines))  # in one call, as other processes print there too
+            # in one call, as other processes print there too
+            file.write("".join(f"{visible(masked(line))}\n" for line in lines))
             file.flush()
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):

@@ -14,7 +14,7 @@ RULES = {
     "WANDB_MODE": ("online|offline|disabled|shared|run|dryrun", "online, offline or disabled"),
     "WANDB_PROJECT": (r"[^/\\#?%:]{1,128}", "up to 128 characters, but none of / \\ # ? % :"),
     "WANDB_TAGS": ("[^,]{1,64}(,[^,]{1,64})*", "tags of up to 64 characters, with a comma between two"),
-    "WANDB_RUN_ID": (r"[^:;,#?/']{1,128}", "up to 128 characters, but none of : ; , # ? / '"),
+    "WANDB_RUN_ID": (r"[\w.-]{1,128}", "up to 128 letters, digits, dots, - and _"),  # which names artifacts
     "WANDB_API_KEY": (r"\S+", "a key without spaces"),
 }
 """What W&B takes for its environment variables: a regular expression, and in words."""

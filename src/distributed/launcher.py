@@ -6,6 +6,7 @@ is alone and trains a separate model. Here each of these ends the run with one l
 
 import ctypes
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -54,20 +55,16 @@ def find_launcher() -> Launcher | None:
         command, environment, folder = parent.cmdline(), parent.environ(), Path(parent.cwd())
     except psutil.Error:
         return None
-    names = [Path(word).name for word in command]
-    for start, name in enumerate(names):
-        if name == "accelerate" and names[start + 1 : start + 2] == ["launch"]:
-            words = command[start + 2 :]
-        elif name in ("accelerate-launch", "accelerate.commands.launch"):
-            words = command[start + 1 :]
-        else:
-            continue
-        arguments = launch_command_parser().parse_args(words)
-        file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
-        with explained(f"{file}: ", YAMLError):
-            config = read_yaml((folder / file).read_bytes()) if file else {}
-        return Launcher(words, arguments, file, config, environment)
-    return None
+    # words end with \0, which no word can have
+    found = re.search(r"(?s)(^|[/\0])accelerate([\0-]|\.commands\.)launch\0(.*)", "\0".join(command))
+    if not found:
+        return None
+    words = found[3].split("\0")
+    arguments = launch_command_parser().parse_args(words)
+    file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
+    with explained(f"{file}: ", YAMLError):
+        config = read_yaml((folder / file).read_bytes()) if file else {}
+    return Launcher(words, arguments, file, config, environment)
 
 
 def resume_command(config: Config) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 
 from src.config.errors import RunError, UserError
-from src.config.terminal import say, spare_terminals
+from src.config.terminal import say, spare_terminals, visible
 
 GRACE_SECONDS = 5.0
 """Seconds to wait before reporting an error that may only be a symptom of another process's failure: meanwhile, the
@@ -58,8 +58,8 @@ class Signals:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
-        by_nohup = signal.SIGHUP if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else None
-        self._caught = [number for number in STOP_SIGNALS if number != by_nohup]
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self._caught = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not is_nohup]
         for number in self._caught:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._watch, args=[reader], daemon=True).start()
@@ -130,20 +130,20 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         if not is_first_here:
             leave_it_to_others()
         which = "" if is_first_here else f" [process {rank}]"
-        say(*(f"{program}: {line}{which}" for line in str(error).splitlines()), file=sys.stderr)
+        say(*(f"{program}: {line}{which}" for line in error.args), file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        where = error.filename or "a file"
         remedy = "mount its disk for writing" if error.errno == errno.EROFS else "make room"
-        sys.exit(f"{program}: {where} cannot be written, {error.strerror}: {remedy}, then run the same command again")
+        says = f"{error.filename or 'a file'} cannot be written, {error.strerror}: {remedy}"
+        sys.exit(visible(f"{program}: {says}, then run the same command again"))
     except RuntimeError as error:
         if re.search(COLLECTIVE_FAILED, str(error)):
             leave_it_to_others()
             if re.search(TIMED_OUT, str(error)):
-                message = f"process {rank} waited for timeout_minutes for another one, which hangs"
-                say(f"{program}: {message}", file=sys.stderr)
+                message = f"{program}: process {rank} waited for timeout_minutes for another one, which hangs"
+                say(message, file=sys.stderr)
         raise
 
 

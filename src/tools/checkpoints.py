@@ -16,6 +16,7 @@ from src.checkpoint.files import MANIFEST, list_checkpoints
 from src.checkpoint.integrity import problems, require_whole
 from src.checkpoint.load import config_of, is_checkpoint_folder, load_trained_model
 from src.config.errors import UserError
+from src.config.terminal import say
 from src.distributed.process import exit_codes
 from src.training.evaluation import evaluation_line
 
@@ -23,14 +24,14 @@ from src.training.evaluation import evaluation_line
 def print_line(path: Path, contents: bool) -> bool:
     """Print lines about a checkpoint. Return whether its files have the right sizes and, if `contents`, checksums."""
     if wrong := "; ".join(problems(path, contents)):
-        print(f"{path}  DAMAGED: {wrong}")
+        say(f"{path}  DAMAGED: {wrong}")
         return False
     state = read_state(path)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
-    print(
-        f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {state.origin.strategy} x {state.origin.num_processes}\n"
-        f"  {evaluation_line(evaluation_of(path))}".rstrip()
+    say(
+        f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {state.origin.strategy} x {state.origin.num_processes}",
+        f"  {evaluation_line(evaluation_of(path)) or 'without metrics'}",
     )
     return True
 
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
         folder = options.output or newest.parent.parent / f"model_{newest.name}"
         require_whole(newest)
         export_checkpoint(newest, folder)
-        print(folder)
+        say(f"{folder}")
         return 0
     are_whole = [print_line(path, options.command == "verify") for path in checkpoints]
     return 0 if all(are_whole) else 1

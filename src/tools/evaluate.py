@@ -20,6 +20,7 @@ from src.checkpoint.load import config_of, find_model, load_trained_model
 from src.config.config import Config
 from src.config.errors import UserError, refuse
 from src.config.settings import Settings, flatten, read_arguments, validate
+from src.config.terminal import say
 from src.distributed.accelerator import TUNERS
 from src.distributed.process import exit_codes
 from src.training.evaluation import evaluate_alone, metrics_of
@@ -49,13 +50,12 @@ def main(argv: list[str]) -> None:
         tune(model, False)  # as in training, or sums would be rounded in another order
     model = accelerator.prepare_model(model, evaluation_mode=True).eval()
     _, dataset = task.build_datasets()
-    for remark in task.state.remarks:
-        print(remark, file=sys.stderr)
+    say(*task.state.remarks, file=sys.stderr)
     loss, outputs = evaluate_alone(task, model, dataset, config.forward_batch_size(1), accelerator.device)
     print(json.dumps(metrics_of(task, loss, len(dataset), outputs), indent=2))
     output.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.table(task.predictions(outputs, dataset)), output)
-    print(f"predictions: {output}", file=sys.stderr)
+    say(f"predictions: {output}", file=sys.stderr)
 
 
 def _with_settings(config: Config, arguments: list[str]) -> Config:

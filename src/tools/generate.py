@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, TextStreamer  # pip install -e '.[text]'
 
 from src.checkpoint.load import find_model, is_checkpoint_folder
 from src.config.errors import UserError, explained
+from src.config.terminal import visible
 from src.distributed.process import exit_codes
 from src.tasks.text.model import load_exported, max_length, set_ends
 from src.tasks.text.tokenizing import CHAT_TEMPLATE
@@ -70,6 +71,13 @@ def load_with_tokenizer(source: str) -> tuple[Any, Any]:
         return model, tokenizer
 
 
+class Printer(TextStreamer):
+    """Prints a completion, whose control characters, but for ends of lines, are only shown."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text("\n".join(map(visible, text.split("\n"))), stream_end)
+
+
 def stream_completion(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, temperature: float) -> str:
     """Print the completion of `tokens`, shape (1, tokens), int64, as it is generated, and return it. Raise a UserError
     if the model's context has no room for it."""
@@ -80,7 +88,7 @@ def stream_completion(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens
         tokens.to(model.device),
         attention_mask=torch.ones_like(tokens, device=model.device),
         max_new_tokens=min(max_new_tokens, limit - length),
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        streamer=Printer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         do_sample=temperature != 0,
         temperature=temperature or None,
     )

@@ -15,6 +15,7 @@ from jinja2 import Environment, TemplateError
 from src.checkpoint.files import is_number, read_json, read_lines, saved_settings, write_text
 from src.config.errors import UserError, cause, explained
 from src.config.settings import flatten
+from src.config.terminal import masked, say
 from src.distributed.process import exit_codes
 from src.tasks.base import PICTURE, Tables
 from src.tracking.part import Entry, Part
@@ -75,7 +76,7 @@ def write_report(folders: list[Path], target: Path) -> None:
         environment = Environment(autoescape=True, trim_blocks=True)
         template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
         page = template.render(runs=runs, PICTURE=PICTURE, figures=plots(runs))
-    write_text(target, page.encode(errors="replace").decode())
+    write_text(target, masked(page).encode(errors="replace").decode())
 
 
 def plots(runs: list[LoggedRun]) -> dict[str, str]:
@@ -120,4 +121,4 @@ if __name__ == "__main__":
     target = arguments.output or arguments.runs[0] / "report.html"
     with exit_codes("report"), explained("cannot write the report: ", (OSError, ImportError)):
         write_report(arguments.runs, target)
-    print(target)
+    say(f"{target}")

@@ -1,6 +1,5 @@
 """Show what is about to run: the startup summary and, with --dry-run, the first examples."""
 
-import re
 from typing import Any
 
 from src.config.environment import processes
@@ -67,15 +66,15 @@ def dry_run(run: Run, *_: Any) -> bool:
         epoch, done = divmod(step, run.steps_per_epoch)
         dataset = run.task.augmented(run.train_set, epoch_seed(run.config, epoch, 1))
         for index in epoch_order(run, epoch, done)[:2]:
-            say(f"\ntraining example {index}, in step {step + 1}:", shown(run.task.preview(dataset, int(index))))
+            example = shown(run.task.preview(dataset, int(index)))
+            say("", f"training example {index}, in step {step + 1}:", *example.split("\n"))
         every = f"every {run.config.eval_every or run.steps_per_epoch:,}, saving every {run.config.save_every:,}"
-        say(f"\ndry run: {total - step:,} of {total:,} steps to take, evaluating {every}\nnothing was written")
+        say("", f"dry run: {total - step:,} of {total:,} steps to take, evaluating {every}", "nothing was written")
     return True
 
 
 def shown(text: str) -> str:
-    """Return the beginning of a text, in which ⟦ ⟧ may mark a part. Replace control characters."""
-    text = re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+    """Return the beginning of a text, in which ⟦ ⟧ may mark a part."""
     left_out = len(text) - MOST_CHARACTERS
     if left_out > 0:
         text = text[:MOST_CHARACTERS]

@@ -13,7 +13,7 @@ from src.checkpoint.files import json_text, parent_checkpoint, saved_settings, w
 from src.checkpoint.status import write_status, write_stopped, write_unfinished
 from src.config.errors import naming
 from src.config.settings import write_yaml
-from src.config.terminal import bar, say
+from src.config.terminal import bar, masked, say
 from src.distributed.accelerator import peak_memory
 from src.tasks.base import Metrics, Tables
 from src.tracking.part import Entry
@@ -35,7 +35,7 @@ class Tracker:
         self._run, self.folder = run, run.config.folder
         self._first = run.progress.step
         if run.is_main:
-            trackers = {title: text for title, text in where.items() if text}
+            trackers = {title: masked(text) for title, text in where.items() if text}  # a server's URL may have one
             self._origin = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
             self._open_log()
             self._write_settings()

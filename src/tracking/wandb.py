@@ -93,7 +93,8 @@ class WandbPart(Part):
             run.log_artifact(code)
         if run.offline:  # without a URL, and asking for it warns
             self.where = f"offline ({why})"
-            self.closing = f"  upload     wandb sync {shlex.quote(run.settings.wandb_dir)}/offline-run-*-{self._id}"
+            there = f"{shlex.quote(run.settings.wandb_dir)}/offline-run-*-{shlex.quote(self._id)}"
+            self.closing = f"  upload     wandb sync {there}"
         else:
             self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         run.define_metric("step", hidden=True)

@@ -23,6 +23,7 @@ from examples.ask import MOST_TOKENS, Question
 from examples.weights import WEIGHTS, find
 from src.checkpoint.export import push_to_hub
 from src.config.errors import RunError, UserError
+from src.config.terminal import visible
 from src.tasks.text import files
 from src.tasks.text.meta_loading import weight_files
 from src.tools.generate import main  # room: tools
@@ -91,7 +92,7 @@ def test_a_model_from_the_hub_is_tuned_and_asked(  # room: tools
     assert re.fullmatch(says, capsys.readouterr().out)
     question = json.loads((run.folder / "answers.jsonl").read_text().splitlines()[0])
     main([str(run.folder), f"--prompt={question['question']}", "--temperature=0", "--max_new_tokens=64"])
-    assert capsys.readouterr().out == question["after"] + "\n"
+    assert capsys.readouterr().out == "\n".join(map(visible, question["after"].split("\n"))) + "\n"
 
 
 @pytest.fixture
@@ -311,7 +312,7 @@ def test_what_was_exported_is_uploaded_and_a_failure_says_how_to_repeat_it(
     with pytest.raises(RunError) as error:
         push_to_hub(config)
     says = str(error.value)
-    command = f"hf upload me/other {config.folder}/model --private --exclude 'merged/*'"
+    command = f"hf upload me/other {config.folder}/model --private '--exclude=merged/*'"
     expected = f"push_to_hub=me/other: the run is complete, upload its model with `{command}`: *refused*"
     assert fnmatchcase(says, expected)
     assert "\n" not in says

@@ -10,14 +10,15 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.config.errors import UserError
+from src.config.terminal import visible
 from src.tasks.text.reading import TextTask
 from src.tasks.text.text_classification import TextClassification
 from src.tools.checkpoints import main as checkpoints
 from src.tools.evaluate import main as evaluate
+from src.tools.generate import Printer
 from src.tools.generate import main as generate
 from tests.text import tiny
 from tests.text.conftest import Trained
@@ -37,7 +38,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The tokens that pass through the streamer: in turns those of a prompt and those of what follows it."""
     seen: list[list[int]] = []
 
-    class Streamer(transformers.TextStreamer):
+    class Streamer(Printer):
         def put(self, value: torch.Tensor) -> None:
             if self.next_tokens_are_prompt:
                 seen.extend((value.flatten().tolist(), []))
@@ -45,7 +46,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
                 seen[-1].extend(value.tolist())
             super().put(value)
 
-    monkeypatch.setattr("src.tools.generate.TextStreamer", Streamer)
+    monkeypatch.setattr("src.tools.generate.Printer", Streamer)
     return seen
 
 
@@ -75,7 +76,8 @@ def test_the_continuation_is_printed_and_ends_at_the_models_limit(
         generate([folder, "--prompt", "x" * 250, "--max_new_tokens", "1000", "--seed", "3"])
         printed.add(capsys.readouterr().out)
     tokenizer: Any = AutoTokenizer.from_pretrained(f"{folder}/model")
-    assert printed == {tokenizer.decode(streamed[1], skip_special_tokens=True) + "\n"}
+    said = tokenizer.decode(streamed[1], skip_special_tokens=True)
+    assert printed == {"\n".join(map(visible, said.split("\n"))) + "\n"}
     assert len(streamed[0]) + len(streamed[1]) <= 256
 
 

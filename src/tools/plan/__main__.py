@@ -11,7 +11,7 @@ from pathlib import Path
 import null_gpu
 from src.config.config import load_config
 from src.config.errors import UserError
-from src.config.terminal import bar
+from src.config.terminal import bar, say
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
@@ -42,13 +42,13 @@ def main(argv: list[str]) -> None:
         # the null GPU has to take the place of CUDA's libraries before they are loaded
         os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment_for(gpu))
     config = load_config(options.arguments, TASKS)
-    print(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (simulated: docs/plan.md)")
+    say(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (simulated: docs/plan.md)")
     # one after the other, as the host's time is measured too
     rows = [explore(setup) for setup in bar("setups tried", iterable=todo)]
     if not any(row.measured for row in rows):
-        raise UserError("\n".join(dict.fromkeys(row.reason for row in rows)))
-    print(table(rows, config), "", recommendation(rows, config), sep="\n")
-    print(f"written to {write(rows, config, options.output)}")
+        raise UserError(*dict.fromkeys(row.reason for row in rows))
+    say(*f"{table(rows, config)}\n\n{recommendation(rows, config)}".split("\n"))
+    say(f"written to {write(rows, config, options.output)}")
 
 
 if __name__ == "__main__":
