@@ -144,7 +144,7 @@ def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTra
     config: Any = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if asked := config._attn_implementation:
         remarks.append(f"{source}: its config.json asks for {asked} attention, which is ignored")
-        config._attn_implementation = None
+    config._attn_implementation = None  # also that of an inner config, which could name a kernel on the Hub
     quantization = quantization_of(config)
     method = quantization.get("quant_method")
     if method in DEQUANTIZED:
@@ -249,13 +249,13 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
             source, revision = adapted.base_model_name_or_path, adapted.revision
         config: Any = load_config(source, revision, [])
         options = four_bit_options(config, torch.bfloat16) if base_dtype == "nf4" else {}
-        options |= {"revision": revision, "config": config, "trust_remote_code": False, "output_loading_info": True}
-        model, found = auto.from_pretrained(source, dtype=torch.float32, **options)
+        options |= {"revision": revision, "config": config, "output_loading_info": True}
+        model, found = auto.from_pretrained(source, dtype=torch.float32, trust_remote_code=False, **options)
         if found["missing_keys"]:
             raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
         untie_if_files_do(model)
         if has_adapters:
-            grow(model, len(AutoTokenizer.from_pretrained(folder)))
+            grow(model, len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)))
             with suppress(OSError):  # adapters from elsewhere have none
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():
@@ -281,7 +281,7 @@ def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> 
     layers: Any = ()
     if not getattr(text, "rope_parameters", None):  # positions are learnt
         with torch.device("meta"), suppress(ValueError):  # AutoModel does not know a few decoders
-            layers = AutoModel.from_config(text).named_modules()
+            layers = AutoModel.from_config(text, trust_remote_code=False).named_modules()
     for name, layer in layers:
         if "position" in name and isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
             positions -= layer.padding_idx + 1  # RoBERTa's first token has the position after padding's
@@ -525,7 +525,7 @@ class FineTuning(TextTask):
     def model_from_config(self) -> Any:
         """Return a new transformers model of this config, fp32, with random weights."""
         config = copy.deepcopy(self._config)  # the model stores its attention there
-        return self.auto_class.from_config(config, dtype=torch.float32)
+        return self.auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
     def load_model(self) -> Any:
         """Return the pretrained transformers model, fp32. Raise a UserError if it cannot be found, is damaged, or is
