@@ -33,7 +33,7 @@ from src.tasks.text.streaming.by_source import counts_by_source, losses_by_sourc
 from src.tasks.text.streaming.stream import Stream, build_stream
 from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
 
-MARK = re.compile(r"<\|.*?\|>")
+MARK = re.compile(r"<\|[^|\n]*\|>")
 """What looks like a special token."""
 SUMS = ("nats", "targets", "correct")
 """Sums over a sequence in an evaluation: the loss, the number of targets, and how many of them were the likeliest
