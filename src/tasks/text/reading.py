@@ -34,6 +34,7 @@ from src.tasks.text.files import (
     Parsed,
     Shard,
     by_split,
+    declared_features,
     declared_splits,
     find_files,
     index_files,
@@ -102,21 +103,19 @@ def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str,
     rows: Rows = {}
     unreadable: dict[int, str] = {}
     for name in columns:
+        found = rows[name] = [None] * len(table)
         if name not in table.column_names:
-            rows[name] = [None] * len(table)
             continue
         values, feature = table[name], features.get(name)
+        is_plain = pa.types.is_string(values.type) and not isinstance(feature, Json)
         try:
-            found = values.to_pylist()
-        except UnicodeDecodeError:  # value by value takes 20 times as long
-            found = [None] * len(values)
+            found[:] = values.to_pylist() if is_plain else [_as_meant(value, feature) for value in values.to_pylist()]
+        except (ValueError, RecursionError):  # value by value takes 20 times as long
             for place, value in enumerate(values):
                 try:
-                    found[place] = value.as_py()
-                except UnicodeDecodeError as error:
-                    unreadable[place] = f"{name} is not UTF-8: {error}"
-        is_plain = pa.types.is_string(values.type) and not isinstance(feature, Json)
-        rows[name] = found if is_plain else [_as_meant(value, feature) for value in found]
+                    found[place] = _as_meant(value.as_py(), feature)
+                except (ValueError, RecursionError) as error:
+                    unreadable[place] = f"{name} cannot be read: {error}"
     return rows, unreadable
 
 
@@ -135,18 +134,15 @@ def _as_meant(value: Any, feature: Any) -> Any:
     return value
 
 
-def declared_features(schema: pa.Schema) -> Features:
-    """Return the features that `datasets` wrote into a parquet file; none if something else wrote it."""
-    written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    return Features.from_dict(written.get("info", {}).get("features") or {})
-
-
 RowRange = tuple[int, int, int]
 """A range of rows in a source: the group, its first row, and the row after its last."""
 BLOCK = 1024
 """Rows that are read from a table, or tokenized and stored, together."""
 LARGEST_RANGE = 16 * BLOCK
 """Rows of a group that are read at once: a row group of parquet may have a million."""
+BATCH, LARGEST_GROWTH = 256, 1000
+"""Rows of a row group that are decoded at once, and how many times the size of its file it may have then: text that is
+worth training on is compressed to a twentieth, but 1 MB may become 10 GB."""
 
 
 class ShardReader:
@@ -276,8 +272,14 @@ def read_text(source: Source, part: RowRange, columns: Encoders) -> Found:
 @lru_cache(maxsize=2)  # a large row group is tokenized block by block
 def _row_group(shard: Shard, number: int, columns: tuple[str, ...]) -> pa.Table:
     _require_unchanged(shard)
+    batches, size = [], 0
     with fsspec.open(shard.url, "rb") as file:
-        return parquet.ParquetFile(file, pre_buffer=True).read_row_group(number, [*columns])
+        for batch in parquet.ParquetFile(file, pre_buffer=True).iter_batches(BATCH, [number], [*columns]):
+            size += batch.nbytes
+            if size > 2**28 + LARGEST_GROWTH * file.size:
+                raise ValueError(f"a row group becomes more than {LARGEST_GROWTH:,} times as large as the file")
+            batches.append(batch)
+    return pa.Table.from_batches(batches)
 
 
 @lru_cache(maxsize=2)  # a .json file is one group
