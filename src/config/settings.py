@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from textwrap import fill, indent
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode
 
 from src.config.aliases import OURS
 from src.config.errors import UserError, cause, explained
@@ -41,6 +43,8 @@ DOWNLOADABLE = "downloadable"
 Downloadable = Annotated[T, DOWNLOADABLE]
 """A setting that may be SCHEME:NAME, to download, instead of a folder."""
 
+LARGEST_YAML = 300_000
+"""Characters that a yaml text may have: a small one can stand for gigabytes."""
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
 
@@ -256,12 +260,26 @@ def read_yaml(text: str | bytes) -> Any:
     """Parse YAML 1.2, in which 010 is 10, and 1:30, yes and on are text.
 
     Raises:
-        YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, or contains itself.
+        YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, contains itself, or has
+            more than LARGEST_YAML characters.
     """
     with explained("", Exception, YAMLError):
-        content = YAML(typ="safe", pure=True).load(text)
+        yaml: Any = YAML(typ="safe", pure=True)
+        if len(text) > LARGEST_YAML or _size(node := yaml.compose(text), {}) > LARGEST_YAML:
+            raise ValueError(f"has more than {LARGEST_YAML:,} characters, with each alias written out")
+        content = node and yaml.constructor.construct_document(node)
         json.dumps(content, default=str)  # raises an error for what contains itself
     return content
+
+
+def _size(node: Any, known: dict[Any, int]) -> int:
+    """Return about how many characters a node of YAML has, with each alias written out: nine lines may have 10^9."""
+    if node not in known:
+        known[node] = 0  # within itself
+        value = getattr(node, "value", "")
+        parts = chain(*value) if isinstance(node, MappingNode) else value
+        known[node] = len(value) if isinstance(value, str) else 1 + sum(_size(part, known) for part in parts)
+    return known[node]
 
 
 def write_yaml(content: Any, is_in_one_line: bool = False) -> str:
