@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
-from itertools import chain
 from pathlib import Path
 from textwrap import fill, indent
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
@@ -16,7 +15,6 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import MappingNode
 
 from src.config.aliases import OURS
 from src.config.errors import UserError, cause, explained
@@ -276,9 +274,8 @@ def _size(node: Any, known: dict[Any, int]) -> int:
     """Return about how many characters a node of YAML has, with each alias written out: nine lines may have 10^9."""
     if node not in known:
         known[node] = 0  # within itself
-        value = getattr(node, "value", "")
-        parts = chain(*value) if isinstance(node, MappingNode) else value
-        known[node] = len(value) if isinstance(value, str) else 1 + sum(_size(part, known) for part in parts)
+        value = getattr(node, "value", node or "")  # a text, or nodes, or pairs of nodes
+        known[node] = len(value) if isinstance(value, str) else 1 + sum(_size(part, known) for part in value)
     return known[node]
 
 

@@ -149,7 +149,6 @@ class WandbPart(Part):
 
     def _cell(self, value: Any) -> Any:
         if isinstance(value, str) and value.startswith(PICTURE):
-            with contextlib.suppress(Exception):  # of a text that only begins as a picture does
-                png = base64.b64decode(value.removeprefix(PICTURE))
-                return self._wandb.Image(Image.open(io.BytesIO(png), formats=["PNG"]))
+            png = base64.b64decode(value.removeprefix(PICTURE))
+            return self._wandb.Image(Image.open(io.BytesIO(png), formats=["PNG"]))
         return value

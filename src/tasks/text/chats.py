@@ -74,6 +74,8 @@ CHATML = r"""
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 """A template for models without one, in the format of Qwen3, without its empty thoughts."""
+MOST_MESSAGES = 5_000
+"""In a chat: the template writes it again for each of the assistant's turns."""
 OTHER = "set --task.chat_template=chatml, which writes tools, calls and thoughts, or another, or change the row"
 """What to do about a template that cannot be used."""
 LONGEST_TAG = 20
@@ -100,8 +102,8 @@ class ChatEncoder:
     template: str
 
     def __call__(self, value: Any) -> str:
-        if not isinstance(value, list) or not value:
-            raise ValueError("is not a list of messages")
+        if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
+            raise ValueError(f"is not a list of messages, {MOST_MESSAGES:,} at most")
         chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
         known = role_names(self.template)
         if unknown := {message["role"] for message in chat} - known.keys():
@@ -291,27 +293,15 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
     turn = render(chat[: i + 1])[start:]
     if i + 1 < len(chat) and not text.startswith(turn, start):
         turn = turn.removesuffix(eos)
-    size = _overlap(turn, text[start : start + len(turn)])  # the turn's beginning may be left out
+    rest = text[start:]
+    sizes = range(min(len(turn), len(rest)), 0, -1)  # the turn's beginning may be left out
+    size = next((size for size in sizes if turn.endswith(rest[:size])), 0)
     if not size or not is_found:
         raise UserError(
             f"the tokenizer's chat template rewrites earlier turns once a chat continues, so the assistant's in "
             f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
         )
     return _without_empty_thought(chat[i], start, start + size, text)
-
-
-def _overlap(turn: str, rest: str) -> int:
-    """Return the size of the longest end of `turn` that `rest` begins with, in a time that grows with their sizes
-    alone (Knuth, Morris and Pratt 1977, https://doi.org/10.1137/0206024)."""
-    if turn == rest:
-        return len(turn)
-    characters, sizes = [*rest, None, *turn], [0]
-    for character in characters[1:]:
-        size = sizes[-1]
-        while size and characters[size] != character:
-            size = sizes[size - 1]
-        sizes.append(size + (characters[size] == character))
-    return sizes[-1]
 
 
 def _quote(chat: Chat) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
+from os.path import realpath
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -338,6 +339,9 @@ class TextTask(TextSettings, Task):
         """Return the files of each split, each with its version; or a table, if `datasets` has to read them."""
         if "://" in part.dataset or Path(part.dataset).exists():
             versions = find_files(part.dataset)
+            home = f"{realpath(part.dataset)}/"
+            if links := [f"{name} -> {to}" for name in versions if not f"{(to := realpath(name))}/".startswith(home)]:
+                self.state.remarks.append(f"{part.dataset} has links that lead out of it: {listed(links)}")
             if part.dataset.lower().endswith(KINDS):
                 return {"train": versions}
             files = declared_splits(part.dataset, part.dataset_config) or by_split(versions)
