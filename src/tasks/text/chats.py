@@ -218,7 +218,7 @@ def _require_written(chat: Chat, tools: Tools | None, text: str) -> None:
         parts += map(json.loads, LEAF.findall(json.dumps(calls)))
     text = _without_spaces(text)
     # the longest first, and each in a place of its own: an answer may be part of its question
-    for part in sorted(map(str, parts), key=len, reverse=True):
+    for part in sorted(filter(_without_spaces, map(str, parts)), key=len, reverse=True):
         forms = part, json.dumps(part, ensure_ascii=False)[1:-1], FLAG.sub("", part)
         written = [form for form in map(_without_spaces, forms) if form in text]
         if not written:
