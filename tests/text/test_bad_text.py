@@ -161,7 +161,7 @@ DATA: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         {"a.jsonl": [*CHATS, {"messages": CHAT, "tools": [{"type": "function", "function": "get"}]}]}, NEW,
         "a.jsonl, line 20: tools is not a list of tools: *; 1 of 20 *",
     ),
-    ({"a.jsonl": [*CHATS, {"messages": []}]}, NEW, "a.jsonl, line 20: messages is not a list of messages, 5,000 at most; *"),
+    ({"a.jsonl": [*CHATS, {"messages": []}]}, NEW, "a.jsonl, line 20: messages is not a list of messages, 5,000 *"),
     ({"a.jsonl": CHATS, "a.jinja": "{% for %}"}, (*NEW, "chat_template=a.jinja"), "*Expected an expression*"),
     ({"a.jsonl": CHATS, "llama/chat_template.jinja": None}, LLAMA, "a.jsonl, line 1: the tokenizer has no chat templ*"),
 ]  # fmt: skip

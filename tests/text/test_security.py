@@ -20,7 +20,6 @@ from src.config.errors import UserError
 from src.distributed.process import exit_codes
 from src.tasks.text import files, model, reading
 from src.tasks.text.chats import CHATML, MOST_MESSAGES, ChatEncoder, render_chat, with_date
-from src.tasks.text.model import load_config
 from src.tasks.text.reading import ShardReader, row_ranges
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.tools.generate import main as generate
@@ -70,7 +69,7 @@ def line(error: Any) -> str:
 # ------------------------------------------------------------ code that comes with a model
 
 TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "mine.Mine"]}, "tokenizer_class": "MineTokenizer"}
-MODEL = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "mine.Mine")}
+MODEL: dict[str, Any] = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "mine.Mine")}
 MODEL |= {"model_type": "mine"}
 BRINGS = {"a tokenizer": {"tokenizer_config.json": TOKENIZER}, "a model": {"config.json": MODEL}}
 
@@ -93,13 +92,6 @@ def test_generate_asks_nobody_whether_to_run_a_models_code(
         assert not Path("it_ran").exists()
 
 
-def test_a_config_names_no_kernel_on_the_hub(models: Path) -> None:
-    """Nor the one within it. Tried with the outer one's alone: the inner one's stays."""
-    inner = json.loads((models / "llama/config.json").read_text()) | {"attn_implementation": "kernels-community/mine"}
-    tiny.write({"llava/config.json": json.dumps({"model_type": "llava", "text_config": inner})})
-    assert load_config("llava", None, []).get_text_config()._attn_implementation is None
-
-
 # ------------------------------------------------------------ small inputs that would cost hours
 
 PIECES = ("\n", "<", "<think", "<think>", "</think>", "<think>\n", "think", "[", '"', "\\", "1", "\n/", "</think", "<|")
@@ -113,7 +105,8 @@ def test_a_chat_is_read_in_a_time_that_grows_with_its_length(piece: str, begins:
     tokenizer: Any = byte_tokenizer()
     tokenizer.chat_template = CHATML
     text = begins + piece * (100_000 // len(piece))
-    asks, call = {"role": "user", "content": "q"}, {"function": {"name": "f", "arguments": {"a": text}}}
+    asks: dict[str, Any] = {"role": "user", "content": "q"}
+    call = {"function": {"name": "f", "arguments": {"a": text}}}
     for message in ({"content": text + "x"}, {"content": "x", "reasoning_content": text + "x"}, {"tool_calls": [call]}):
         answer = {"role": "assistant", "content": "", **message}
         for chat in ([asks, answer], [asks, answer, asks, {"role": "assistant", "content": "y"}]):

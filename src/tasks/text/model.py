@@ -163,7 +163,7 @@ def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTra
     config: Any = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if asked := config._attn_implementation:
         remarks.append(f"{source}: its config.json asks for {asked} attention, which is ignored")
-    config._attn_implementation = None  # also that of an inner config, which could name a kernel on the Hub
+        config._attn_implementation = None
     quantization = quantization_of(config)
     method = quantization.get("quant_method")
     if method in DEQUANTIZED:
@@ -631,7 +631,7 @@ class FineTuning(TextTask):
         says = f"task.{setting}={source}: has no tokenizer that can be read"
         hint = "a language model may have another one's (task.tokenizer)"
         with loading(setting, source):
-            require_buildable(PreTrainedConfig.get_config_dict(source, revision=revision)[0])
+            require_buildable(PreTrainedConfig.get_config_dict(str(source), revision=revision)[0])
             try:
                 tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
             except ValueError as error:

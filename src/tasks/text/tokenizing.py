@@ -311,10 +311,9 @@ class Labelling:
         encoded = self.tokenizer(*texts, truncation=True, max_length=self.sequence_length)
         require_known(np.concatenate(encoded["input_ids"]), self.tokenizer, self.num_known)
         self.tokenizer.backend_tokenizer.no_truncation()  # remembered, it would change the fingerprint
-        numbers = dict(zip(self.labels, count(), strict=False))
         return {
             **encoded,
-            "label": [numbers[label] for label in rows[self.label]],
+            "label": [self.labels.index(label) for label in rows[self.label]],
             "length": [len(ids) for ids in encoded["input_ids"]],
             "truncated": [bool(encoding.overflowing) for encoding in encoded.encodings or []],
         }
