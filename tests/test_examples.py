@@ -253,13 +253,13 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage
 
 
 def png(width: int, height: int) -> bytes:
-    """A white picture of 1 bit per pixel."""
+    """A black picture of 1 bit per pixel."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    rows = zlib.compress((b"\0" + b"\xff" * -(-width // 8)) * height, 9)
+    rows = zlib.compress(bytes(1 + -(-width // 8)) * height, 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
