@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import warnings
 from collections import Counter
 from copy import copy
 from hashlib import sha256
@@ -27,18 +28,15 @@ FORMATS = "AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF",
 """What a file may be, whatever its name says: for others, Pillow would start programs, such as Ghostscript."""
 SUFFIXES = {suffix for suffix, kind in Image.registered_extensions().items() if kind in FORMATS}
 """Of the files that are pictures."""
-MOST_PIXELS = 10**8
-"""Of one picture: a file of 20 kB can have so many."""
-BROKEN = OSError, ValueError, SyntaxError, Image.DecompressionBombError
+BROKEN = OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning
 """What Pillow raises for files that it cannot read."""
 
 
 def opened(file: Any) -> Image.Image:
-    """Return a picture whose pixels are not read yet. Raise a ValueError if it has too many."""
-    image = Image.open(file, formats=FORMATS)
-    if image.width * image.height > MOST_PIXELS:
-        raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}: save it smaller")
-    return image
+    """Return a picture whose pixels are not read yet. Raise one of BROKEN if they are more than 89 million, of which
+    Pillow would only warn: 20 kB can become a gigabyte."""
+    with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
+        return Image.open(file, formats=FORMATS)
 
 
 def picture(file: str) -> Image.Image:
