@@ -68,7 +68,7 @@ def plain(arguments: list[str]) -> None:
     train, _ = task.build_datasets()
     order = task.order(train, np.random.default_rng(epoch_seed(config, 0)), config.global_batch_size)
     auto: Any = AutoModelForCausalLM
-    base = auto.from_pretrained(task.model, dtype=torch.float32)
+    base = auto.from_pretrained(task.model, dtype=torch.float32, trust_remote_code=False)
     targets = task.lora.target_modules or "all-linear"
     lora = LoraConfig(
         r=task.lora.r,
@@ -129,7 +129,7 @@ def write_chats(model: str, folder: Path) -> tuple[int, int]:
     """Write as many of the example's chats as fill the sequences of all turns, in random order. Return the number of
     chats and of their tokens."""
     auto: Any = AutoTokenizer
-    tokenizer = auto.from_pretrained(model)
+    tokenizer = auto.from_pretrained(model, trust_remote_code=False)
     tokenizer.chat_template = CHATML
     lines = CHATS.read_text().splitlines()
     random.Random(0).shuffle(lines)

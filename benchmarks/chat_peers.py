@@ -80,7 +80,7 @@ def train_by_trainer(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recor
         labels = [token if is_target else -100 for token, is_target in zip(encoded["input_ids"], mask, strict=True)]
         return {**encoded, "labels": labels}
 
-    model = AutoModelForCausalLM.from_pretrained(plan["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(plan["model"], dtype=torch.float32, trust_remote_code=False)
     return Trainer(
         get_peft_model(model, lora(plan)),
         TrainingArguments(use_cpu=True, **arguments(plan)),
@@ -121,7 +121,7 @@ def arguments(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(name: str, plan: dict[str, Any]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(plan["model"])
+    tokenizer = AutoTokenizer.from_pretrained(plan["model"], trust_remote_code=False)
     tokenizer.chat_template = TEMPLATE
     chats: Any = load_dataset("json", data_files="../data/train.jsonl", split="train")
     recorder = Recorder(plan["every"])

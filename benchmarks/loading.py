@@ -78,7 +78,9 @@ def whole(task: Any, accelerator: Accelerator) -> Any:
 
 def mapped(task: Any, accelerator: Accelerator) -> Any:
     """So too, but in the type of the files, which are mapped into memory: cast when they are sharded."""
-    model = task.auto_class.from_pretrained(task.model, config=task._config, dtype="auto", ignore_mismatched_sizes=True)
+    model = task.auto_class.from_pretrained(
+        task.model, config=task._config, dtype="auto", ignore_mismatched_sizes=True, trust_remote_code=False
+    )
     return prepare(accelerator, task.finish(model)).float()
 
 
@@ -118,7 +120,7 @@ def distributed_config(task: Any, accelerator: Accelerator) -> Any:
     """from_pretrained shards, by FSDP too; Accelerate is given what it returns."""
     how: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True}
     how["distributed_config"] = DistributedConfig(fsdp_size=accelerator.num_processes)
-    model = task.auto_class.from_pretrained(task.model, config=task._config, **how)
+    model = task.auto_class.from_pretrained(task.model, config=task._config, **how, trust_remote_code=False)
     return prepare(accelerator, task.finish(model))
 
 
@@ -217,7 +219,9 @@ def write_model(kind: str, folder: Path) -> None:
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     auto: Any = AutoModelForMaskedLM if kind.startswith("bert") else AutoModelForCausalLM
     fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 256, **special} | MODELS[kind]
-    model = auto.from_config(AutoConfig.for_model(kind.split()[0], **fields), dtype=torch.bfloat16)
+    model = auto.from_config(
+        AutoConfig.for_model(kind.split()[0], **fields), dtype=torch.bfloat16, trust_remote_code=False
+    )
     model.save_pretrained(folder, max_shard_size="50MB" if "big" in kind else "20KB")
     tokenizer.save_pretrained(folder)
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, defaul
 
 def main(text: str, folder: str, length: int, batch: int, architecture: dict[str, Any]) -> None:
     accelerator = Accelerator(cpu=True)
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rows: Any = load_dataset("text", data_files=text)["train"]
 
     def grouped(lines: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
@@ -32,7 +32,7 @@ def main(text: str, folder: str, length: int, batch: int, architecture: dict[str
     dataset = tokenized.map(grouped, batched=True, remove_columns=tokenized.column_names)
     config = AutoConfig.for_model(**architecture, vocab_size=len(tokenizer), max_position_embeddings=length)
     auto: Any = AutoModelForCausalLM
-    model = auto.from_config(config)
+    model = auto.from_config(config, trust_remote_code=False)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     loader: Any = DataLoader(dataset, batch, shuffle=True, collate_fn=default_data_collator)
     model, optimizer, batches = accelerator.prepare(model, optimizer, loader)

@@ -81,9 +81,9 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     questions = read_questions(options.questions)
     folder = options.run / "model"
-    with explained(f"{folder}: ", UserError):
+    with explained(f"{folder}: ", (OSError, ValueError)):
         model = load_exported(folder).to(PartialState().device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rows: list[dict[str, Any]] = [question.model_dump() for question in questions]
     # before training, that is, without the adapters; a model that was trained as a whole has no way back
     contexts = {"before": model.disable_adapter()} if hasattr(model, "disable_adapter") else {}

@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import warnings
 from collections import Counter
 from copy import copy
 from hashlib import sha256
@@ -23,14 +24,19 @@ from src.tasks import load_metric
 from src.tasks.base import Counts, Table, Task
 from src.tasks.tables import label_columns, label_tables
 
-RECOGNIZED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
-"""Formats that Pillow registers, but cannot read by itself."""
-SUFFIXES = {
-    suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN and kind not in RECOGNIZED
-}
+FORMATS = "AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP"
+"""What a file may be, whatever its name says: for others, Pillow would start programs, such as Ghostscript."""
+SUFFIXES = {suffix for suffix, kind in Image.registered_extensions().items() if kind in FORMATS}
 """Of the files that are pictures."""
-BROKEN = OSError, ValueError, SyntaxError, Image.DecompressionBombError
+BROKEN = OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning
 """What Pillow raises for files that it cannot read."""
+
+
+def opened(file: Any) -> Image.Image:
+    """Return a picture whose pixels are not read yet. Raise one of BROKEN if they are more than 89 million, of which
+    Pillow would only warn: 20 kB can become a gigabyte."""
+    with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
+        return Image.open(file, formats=FORMATS)
 
 
 def picture(file: str) -> Image.Image:
@@ -38,8 +44,8 @@ def picture(file: str) -> Image.Image:
     several frames, the first. Raise a UserError that names the file if it cannot be read, or the range of its numbers
     is unknown."""
     with explained(f"{file}: cannot be read: ", BROKEN):
-        with Image.open(file) as opened:
-            kind, image = opened.format, ImageOps.exif_transpose(opened)
+        with opened(file) as unread:
+            kind, image = unread.format, ImageOps.exif_transpose(unread)
         if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
             eight_bits = np.asarray(image) / 257  # convert() would clip at 255
             image = Image.fromarray(eight_bits.round().astype(np.uint8))
@@ -135,7 +141,7 @@ class ImageClassification(Task):
         for file, _ in dataset.samples:
             content = Path(file).read_bytes()
             with explained(f"{file}: cannot be read: ", BROKEN):  # now, rather than after hours
-                Image.open(io.BytesIO(content)).verify()
+                opened(io.BytesIO(content)).verify()
             digest.update(f"{Path(file).relative_to(dataset.root)} {sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
 

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import struct
+import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +16,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image, ImageOps, features
+from PIL import EpsImagePlugin, Image, ImageOps, features
 from torchvision.models import get_model
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -244,6 +248,49 @@ def test_pictures_without_white_and_bombs_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(UserError, match=r"bomb\.png: cannot be read: Image size \(4096 pixels\) exceeds limit"):
         picture(f"{tmp_path}/bomb.png")
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def png(width: int, height: int) -> bytes:
+    """A black picture of 1 bit per pixel."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(1 + -(-width // 8)) * height, 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (EPS, "cannot identify image file"),
+        (png(13_000, 13_000), "Image size (169000000 pixels) exceeds limit of 89478485 pixels"),
+    ],
+    ids=["a program for Ghostscript", "21 kB that become a gigabyte"],
+)
+def test_a_picture_starts_no_program_and_fills_no_memory(
+    cats_and_dogs: Path, content: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its name says; in a data worker, and before training. Tried without `formats`, and without a bound: it
+    does."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/it_ran\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # as found before
+    file = cats_and_dogs / "train/dog/3.png"
+    file.write_bytes(content)
+    assert file.stat().st_size < 30_000
+    task = ImageClassification(data_dir=str(cats_and_dogs))
+    warnings.simplefilter("default")  # as in a run
+    for read in (lambda: picture(str(file)), lambda: task.fingerprint(task.build_datasets()[0])):
+        with pytest.raises(UserError) as error:
+            read()
+        assert str(error.value).startswith(f"{file}: cannot be read: {says}")
+    assert not (tmp_path / "it_ran").exists()
 
 
 @pytest.fixture

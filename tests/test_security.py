@@ -1,5 +1,6 @@
 """Loading a checkpoint executes nothing, whatever lies in it, and no secret gets into what a run writes."""
 
+import ast
 import base64
 import contextlib
 import errno
@@ -14,12 +15,14 @@ import threading
 import tomllib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+from ruamel.yaml.error import YAMLError
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
@@ -30,7 +33,7 @@ from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
 from src.config.config import config_from
 from src.config.errors import RunError, UserError, cause, explained
-from src.config.settings import read_yaml, write_yaml
+from src.config.settings import read_arguments, read_yaml, write_yaml
 from src.config.terminal import masked, say
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
@@ -104,6 +107,60 @@ class Server(Part):
 src.parts.PARTS.append(Server)
 """
 """A tracker whose server's URL has a password."""
+CALLS = {"from_pretrained": "trust_remote_code=False", "from_config": "trust_remote_code=False", "open": "formats="}
+NO_CODE = ("GenerationConfig", "PeftConfig", "PeftModel")
+"""Classes of which a model can bring none of its own."""
+
+
+def test_no_model_brings_its_own_code_and_no_picture_starts_a_program() -> None:
+    """Left out, trust_remote_code asks whoever writes to standard input; and Pillow starts Ghostscript."""
+    found = 0
+    for path in [
+        PROJECT / "train.py",
+        *(p for part in ("src", "examples", "benchmarks") for p in (PROJECT / part).rglob("*.py")),
+    ]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in CALLS:
+                owner = ast.unparse(call.func.value).rpartition(".")[2]
+                if owner not in NO_CODE and (call.func.attr != "open" or owner == "Image"):
+                    found += 1
+                    words = [ast.unparse(keyword) for keyword in call.keywords]
+                    assert any(word.startswith(CALLS[call.func.attr]) for word in words), f"{path}: {ast.unparse(call)}"
+    assert found
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in pairwise("abcdefghi")
+)
+MERGES = (
+    LAUGHS.replace("a: &a [x, x, x, x, x, x, x, x, x, x]", "a: &a {x: 1}").replace(" [", " {<<: [").replace("]", "]}")
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [LAUGHS, MERGES, f"a: &a {'x' * 5000}\nb: [{'*a, ' * 100}]", "a: 1\n" * 100_000, "# " + "x" * 400_000],
+    ids=["aliases", "merged", "a long text", "many lines", "a comment"],
+)
+def test_a_yaml_that_stands_for_gigabytes_is_refused(tmp_path: Path, text: str) -> None:
+    """Before it is built: nine lines would be 10^9 values. Tried without: a minute and 6 GB, or days where they are
+    merged. In a file, and on the command line, where it is a text."""
+    says = "has more than 300,000 characters, with each alias written out"
+    with pytest.raises(YAMLError, match=f"^{says}$"):
+        read_yaml(text)
+    (tmp_path / "a.yaml").write_text(text)
+    mistakes: list[str] = []
+    values, _ = read_arguments([f"--config={tmp_path}/a.yaml", f"--run_name={text}"], mistakes)
+    assert values == {"run_name": text}
+    assert mistakes == [f"--config={tmp_path}/a.yaml: cannot be read as yaml, {says}"]
+
+
+def test_aliases_of_a_config_are_read() -> None:
+    text = "a: &a {x: 1, y: [&b 2, *b]}\nc: {<<: *a, x: 3}\nd: [*a, *a]"
+    a = {"x": 1, "y": [2, 2]}
+    assert read_yaml(text) == {"a": a, "c": {"x": 3, "y": [2, 2]}, "d": [a, a]}
+    with pytest.raises(YAMLError, match="^Circular reference detected$"):
+        read_yaml("a: &a {b: [*a]}")
 
 
 def test_no_secret_is_written_anywhere(launch: Launch) -> None:

@@ -44,6 +44,8 @@ Downloadable = Annotated[T, DOWNLOADABLE]
 
 OUTSIDE = {"run_name": r"^/|(^|/)\.\.(/|$)", "mirror": r"(^|/)\.\.(/|$)", "output_dir": "(?!)"}
 """What leads out of the folder that is meant, by the settings that name folders."""
+LARGEST_YAML = 300_000
+"""Characters that a yaml text may have: a small one can stand for gigabytes."""
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
 
@@ -263,12 +265,25 @@ def read_yaml(text: str | bytes) -> Any:
     """Parse YAML 1.2, in which 010 is 10, and 1:30, yes and on are text.
 
     Raises:
-        YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, or contains itself.
+        YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, contains itself, or has
+            more than LARGEST_YAML characters.
     """
     with explained("", Exception, YAMLError):
-        content = YAML(typ="safe", pure=True).load(text)
+        yaml: Any = YAML(typ="safe", pure=True)
+        if len(text) > LARGEST_YAML or _size(node := yaml.compose(text), {}) > LARGEST_YAML:
+            raise ValueError(f"has more than {LARGEST_YAML:,} characters, with each alias written out")
+        content = node and yaml.constructor.construct_document(node)
         json.dumps(content, default=str)  # raises an error for what contains itself
     return content
+
+
+def _size(node: Any, known: dict[Any, int]) -> int:
+    """Return about how many characters a node of YAML has, with each alias written out: nine lines may have 10^9."""
+    if node not in known:
+        known[node] = 0  # within itself
+        value = getattr(node, "value", node or "")  # a text, or nodes, or pairs of nodes
+        known[node] = len(value) if isinstance(value, str) else 1 + sum(_size(part, known) for part in value)
+    return known[node]
 
 
 def write_yaml(content: Any, is_in_one_line: bool = False) -> str:

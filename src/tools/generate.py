@@ -65,8 +65,8 @@ def load_with_tokenizer(source: str) -> tuple[Any, Any]:
             checkpoint, folder = folder, Path(exported, "model")
             export_checkpoint(checkpoint, folder)
         model = load_exported(folder).to(PartialState().device).eval()
-        with explained(f"{source}: no tokenizer, ", (OSError, ValueError)):
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        with explained(f"{source}: no tokenizer, "):
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         set_ends(model, tokenizer)  # adapters made elsewhere may lack them
         return model, tokenizer
 

@@ -151,5 +151,5 @@ class WandbPart(Part):
     def _cell(self, value: Any) -> Any:
         if isinstance(value, str) and value.startswith(PICTURE):
             png = base64.b64decode(value.removeprefix(PICTURE))
-            return self._wandb.Image(Image.open(io.BytesIO(png)))
+            return self._wandb.Image(Image.open(io.BytesIO(png), formats=["PNG"]))
         return value

@@ -244,7 +244,7 @@ def test_a_prompt_and_a_completion_of_messages_are_a_chat_whose_completion_is_le
         task = tiny.task(**data, packing=False, sequence_length=256)
         parts = task.build_datasets()
         assert {task.preview(part, 0).split("────\n")[1] for part in parts} == {shows}
-    with pytest.raises(UserError, match="line 2: prompt is not a list of messages; 1 of 2 rows"):
+    with pytest.raises(UserError, match="line 2: prompt is not a list of messages, 5,000 at most; 1 of 2 rows"):
         shown(row, {"prompt": "Hi", "completion": "Yo"})
 
 

@@ -33,7 +33,7 @@ from src.tasks.text.streaming.by_source import counts_by_source, losses_by_sourc
 from src.tasks.text.streaming.stream import Stream, build_stream
 from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
 
-MARK = re.compile(r"<\|.*?\|>")
+MARK = re.compile(r"<\|[^|\n]*\|>")
 """What looks like a special token."""
 SUMS = ("nats", "targets", "correct")
 """Sums over a sequence in an evaluation: the loss, the number of targets, and how many of them were the likeliest
@@ -110,7 +110,7 @@ class CausalLM(CausalLMSettings, Decoder):
     def build_datasets(self) -> tuple[Any, Sequences]:
         opened = self.open_rows()
         first, *others = (part.train.column_names for part in opened)
-        names = [name for name in first if all(name in other for other in others)]
+        names = [*filter(set(first).intersection(*others).__contains__, first)]
         asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
         self._columns = find_columns(asked, names)
         prompt = self._columns.get("prompt")

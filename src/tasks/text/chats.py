@@ -74,26 +74,23 @@ CHATML = r"""
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 """A template for models without one, in the format of Qwen3, without its empty thoughts."""
+MOST_MESSAGES = 5_000
+"""In a chat: the template writes it again for each of the assistant's turns."""
 OTHER = "set --task.chat_template=chatml, which writes tools, calls and thoughts, or another, or change the row"
 """What to do about a template that cannot be used."""
 LONGEST_TAG = 20
 """Maximum length of a thought's opening tag, with the space around it, before a turn, in characters."""
-EMPTY_THOUGHT = re.compile(
-    r"\s*(?P<open>[<\[])(?P<tag>[\w:]*think\w*)[>\]]\s*(?P=open)/(?P=tag)[>\]]\s*", re.IGNORECASE
-)
+THINK = r"[\w:]{0,20}think\w{0,20}"
+"""The name in a tag, bounded so that no text takes a time that grows with the square of its length."""
+EMPTY_THOUGHT = re.compile(rf"\s*(?P<open>[<\[])(?P<tag>{THINK})[>\]]\s*(?P=open)/(?P=tag)[>\]]\s*", re.IGNORECASE)
 """<think></think> of Qwen3, SmolLM3 and GLM-4.5, or [THINK][/THINK] of Magistral, with nothing in between."""
-TAG = re.compile(r"[<\[]/?[\w:]*think\w*[>\]]", re.IGNORECASE)
-"""What begins or ends a thought within a content."""
-THOUGHT = re.compile(
-    r"(?:[<\[][\w:]*think\w*[>\]]|^(?:(?![<\[][\w:]*think).)*?(?=[<\[]/[\w:]*think)).*?[<\[]/[\w:]*think\w*[>\]]",
-    re.IGNORECASE | re.DOTALL,
-)
-"""A thought within a content, with its tags; the first may lack the opening one, which a generation prompt wrote."""
-FLAG = re.compile(r"\s*/(no_think|think|system_override)")
+OPENING, CLOSING, TAG = (re.compile(rf"[<\[]{slash}{THINK}[>\]]", re.IGNORECASE) for slash in ("", "/", "/?"))
+"""What begins a thought within a content, what ends it, and either."""
+FLAG = re.compile(r"/(no_think|think|system_override)")
 """A flag within a content, which SmolLM3's template obeys and leaves out."""
 LEAF = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[^\s,\]}]*')
 """A key, a string or a number in JSON."""
-DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+DATE = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
 """Where a template writes today's date."""
 
 
@@ -105,8 +102,8 @@ class ChatEncoder:
     template: str
 
     def __call__(self, value: Any) -> str:
-        if not isinstance(value, list) or not value:
-            raise ValueError("is not a list of messages")
+        if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
+            raise ValueError(f"is not a list of messages, {MOST_MESSAGES:,} at most")
         chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
         known = role_names(self.template)
         if unknown := {message["role"] for message in chat} - known.keys():
@@ -216,18 +213,25 @@ def _require_written(chat: Chat, tools: Tools | None, text: str) -> None:
     for message in reversed(chat):
         is_over |= message["role"] == "user"
         content = message["content"]
-        parts += THOUGHT.split(content) if is_over else [message.get("reasoning_content", ""), *TAG.split(content)]
+        parts += _beside_thoughts(content) if is_over else [message.get("reasoning_content", ""), *TAG.split(content)]
         calls = [[*call["function"].values()] for call in message.get("tool_calls", ())]
         parts += map(json.loads, LEAF.findall(json.dumps(calls)))
     text = _without_spaces(text)
     # the longest first, and each in a place of its own: an answer may be part of its question
-    for part in sorted(map(str, parts), key=len, reverse=True):
+    for part in sorted(filter(_without_spaces, map(str, parts)), key=len, reverse=True):
         forms = part, json.dumps(part, ensure_ascii=False)[1:-1], FLAG.sub("", part)
         written = [form for form in map(_without_spaces, forms) if form in text]
         if not written:
             says = f"the tokenizer's chat template leaves out {part[:40]!r} of {_quote(chat)}"
             raise UserError(f"{says}: {OTHER}")
         text = text.replace(written[0], "\0", 1)
+
+
+def _beside_thoughts(content: str) -> list[str]:
+    """Return the parts of a content that are not thoughts. The first thought may lack its opening tag, which a
+    generation prompt wrote."""
+    *closed, rest = CLOSING.split(content)
+    return [*(OPENING.split(part)[0] for i, part in enumerate(closed) if i or OPENING.search(part)), rest]
 
 
 def _without_spaces(text: str) -> str:
@@ -263,9 +267,9 @@ def _without_empty_thought(message: Message, start: int, end: int, text: str) ->
     """Return the part of the text that is a turn, without the empty thought that templates of models with optional
     thinking write into a turn that has none: in the loss, it would teach the model not to think (NeMo Automodel issue
     3738)."""
-    for thought in EMPTY_THOUGHT.finditer(text, max(0, start - LONGEST_TAG), end):
-        # it may begin before the turn: some generation prompts end with <think>
-        if thought.start() <= start < thought.end() and not EMPTY_THOUGHT.match(message["content"]):
+    for begin in range(max(0, start - LONGEST_TAG), start + 1):  # some generation prompts end with <think>
+        thought = EMPTY_THOUGHT.match(text, begin, end)
+        if thought and start < thought.end() and not EMPTY_THOUGHT.match(message["content"]):
             return thought.end(), end
     return start, end
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,13 +23,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 import fsspec
-from datasets import load_dataset_builder
+import pyarrow as pa
+from datasets import Features, load_dataset_builder
 from huggingface_hub import constants, metadata_load
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import get_session
 from pyarrow import parquet
 
-from src.config.errors import RunError, UserError, cause, refuse
+from src.config.errors import RunError, UserError, cause, explained, refuse
 from src.config.terminal import bar
 from src.tasks.text.listing import KINDS, list_files
 
@@ -44,7 +46,7 @@ FOLDERS = ("train", "training", *EVALUATION)
 """Names of folders that tell the split of the files in them."""
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds to wait after each failed read before the next try."""
-LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError)
+LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError, RecursionError, MemoryError)
 """Errors that another try would not fix; pyarrow's ArrowInvalid is a ValueError."""
 
 
@@ -266,7 +268,7 @@ def index_table(file: BufferedReader, start: int, names: list[str], **dialect: A
             record.clear()
 
     groups = grouped(records(), start)
-    if twice := [name for name in columns if name and columns.count(name) > 1]:
+    if twice := [name for name, count in Counter(columns).items() if name and count > 1]:
         raise ValueError(f"two columns are called {twice[0]}")
     height, line = longest
     note = f"{number:,} lines are {sum(group.rows for group in groups):,} rows, as quoted cells span several: "
@@ -377,6 +379,7 @@ def _index(url: str, version: str, column_names: list[str]) -> Shard | str:
 
 def _index_parquet(file: Any) -> tuple[str, Index]:
     opened = parquet.ParquetFile(file)
+    declared_features(opened.schema_arrow)
     groups, row = [], 1
     for number in range(opened.num_row_groups):
         found = opened.metadata.row_group(number)
@@ -385,6 +388,14 @@ def _index_parquet(file: Any) -> tuple[str, Index]:
         row += found.num_rows
     file.seek(-opened.metadata.serialized_size, os.SEEK_END)
     return hashlib.sha256(file.read()).hexdigest(), Index(opened.schema_arrow.names, groups)
+
+
+def declared_features(schema: pa.Schema) -> Features:
+    """Return the features that `datasets` wrote into a parquet file; none if something else wrote it. Raise a
+    ValueError if they are damaged, or of a kind that is not known here."""
+    with explained("its metadata are not those of `datasets`: ", Exception, ValueError):
+        written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        return Features.from_dict(written.get("info", {}).get("features") or {})
 
 
 def _index_text(file: Any, kind: str, column_names: list[str]) -> tuple[str, Index]:

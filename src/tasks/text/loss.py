@@ -454,4 +454,4 @@ def _of_sizes(config: PreTrainedConfig, sizes: dict[str, Any]) -> Any:
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.update({name: size for name, size in sizes.items() if getattr(text, name, None) is not None})
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import signal
 import warnings
 from abc import abstractmethod
 from contextlib import suppress
@@ -44,7 +45,7 @@ from transformers.trainer_utils import align_special_tokens
 from transformers.utils import is_bitsandbytes_available
 
 from src.config.errors import UserError, cause, explained, listed, refuse
-from src.config.settings import nearest
+from src.config.settings import flatten, nearest
 from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading
@@ -68,6 +69,10 @@ from src.tasks.text.tokenizing import byte_tokenizer
 logging.set_verbosity_error()  # what is missing or does not fit is judged here
 
 
+LONGEST_MATCH = 5
+"""Seconds that a regular expression may take to match all names of layers, which takes milliseconds."""
+
+
 def add_adapters(
     lora: Lora, model: PreTrainedModel, revision: str | None, base_dtype: str | None = None, **options: Any
 ) -> Any:
@@ -75,8 +80,8 @@ def add_adapters(
     except for a classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
     `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
     peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
-    names = [f".{name}" for name, _ in model.named_modules()]
-    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in names)]
+    names = [name for name, _ in model.named_modules()]
+    absent = [name for name in lora.target_modules if not any(f".{layer}".endswith(f".{name}") for layer in names)]
     if absent:
         raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
     config = peft.LoraConfig(
@@ -93,12 +98,14 @@ def add_adapters(
         warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
         try:
+            pattern, slow = re.compile(lora.exclude_modules or ""), f"takes more than {LONGEST_MATCH} s to match"
+            signal.signal(signal.SIGALRM, lambda *_: refuse([slow]))
+            signal.alarm(LONGEST_MATCH)  # peft would match for years, and no other signal would be answered
+            [*map(pattern.fullmatch, names)]
+            signal.alarm(0)
             adapted = peft.get_peft_model(model, config, revision=revision)
         except (ValueError, TypeError, re.error) as error:
-            ends = tuple(lora.target_modules)
-            layers = [name for name, layer in model.named_modules() if name.endswith(ends) and f"{layer}" in f"{error}"]
-            hint = f"{layers[-1]} cannot have adapters: exclude it; " if layers else ""
-            raise UserError(f"task.lora.target_modules, exclude_modules: {hint}{cause(error)[:200]}") from error
+            raise UserError(f"task.lora.target_modules, exclude_modules: {cause(error)[:200]}") from error
     layers = adapted.get_base_model().named_modules()
     adapters = {name: layer for name, layer in layers if hasattr(layer, "reset_lora_parameters")}
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
@@ -137,10 +144,22 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
     return getattr(config, "quantization_config", None) or {}
 
 
+MOST_LAYERS = 10_000
+"""Layers, experts or labels of a model: a billion would fill the memory, and take hours."""
+
+
+def require_buildable(fields: dict[str, Any]) -> None:
+    """Raise a ValueError if these fields of a config ask for more than MOST_LAYERS."""
+    for name, value in flatten(fields):
+        if isinstance(value, int | float) and value > MOST_LAYERS and re.search("layer|expert|num_labels", name):
+            raise ValueError(f"{name} is {value:,}, but no model has more than {MOST_LAYERS:,}")
+
+
 def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTrainedConfig:
     """Return a model's config, changed so that `from_pretrained` dequantizes weights. Attention is chosen elsewhere:
     add to `remarks` that the config asks for one. Raise a ValueError if the weights are quantized in a way that can't
     be read here."""
+    require_buildable(PreTrainedConfig.get_config_dict(source, revision=revision)[0])
     config: Any = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if asked := config._attn_implementation:
         remarks.append(f"{source}: its config.json asks for {asked} attention, which is ignored")
@@ -242,20 +261,20 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
     logging.disable_progress_bar()
     auto: Any = AutoModelForCausalLM
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
-    with explained("not a language model: ", (OSError, ValueError)):
+    with explained("not a language model: "):
         if has_adapters:
             peft: Any = import_module("peft")
             adapted = peft.PeftConfig.from_pretrained(source)
             source, revision = adapted.base_model_name_or_path, adapted.revision
         config: Any = load_config(source, revision, [])
         options = four_bit_options(config, torch.bfloat16) if base_dtype == "nf4" else {}
-        options |= {"revision": revision, "config": config, "trust_remote_code": False, "output_loading_info": True}
-        model, found = auto.from_pretrained(source, dtype=torch.float32, **options)
+        options |= {"revision": revision, "config": config, "output_loading_info": True}
+        model, found = auto.from_pretrained(source, dtype=torch.float32, trust_remote_code=False, **options)
         if found["missing_keys"]:
             raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
         untie_if_files_do(model)
         if has_adapters:
-            grow(model, len(AutoTokenizer.from_pretrained(folder)))
+            grow(model, len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)))
             with suppress(OSError):  # adapters from elsewhere have none
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():
@@ -281,7 +300,7 @@ def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> 
     layers: Any = ()
     if not getattr(text, "rope_parameters", None):  # positions are learnt
         with torch.device("meta"), suppress(ValueError):  # AutoModel does not know a few decoders
-            layers = AutoModel.from_config(text).named_modules()
+            layers = AutoModel.from_config(text, trust_remote_code=False).named_modules()
     for name, layer in layers:
         if "position" in name and isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
             positions -= layer.padding_idx + 1  # RoBERTa's first token has the position after padding's
@@ -525,7 +544,7 @@ class FineTuning(TextTask):
     def model_from_config(self) -> Any:
         """Return a new transformers model of this config, fp32, with random weights."""
         config = copy.deepcopy(self._config)  # the model stores its attention there
-        return self.auto_class.from_config(config, dtype=torch.float32)
+        return self.auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
     def load_model(self) -> Any:
         """Return the pretrained transformers model, fp32. Raise a UserError if it cannot be found, is damaged, or is
@@ -612,6 +631,7 @@ class FineTuning(TextTask):
         says = f"task.{setting}={source}: has no tokenizer that can be read"
         hint = "a language model may have another one's (task.tokenizer)"
         with loading(setting, source):
+            require_buildable(PreTrainedConfig.get_config_dict(str(source), revision=revision)[0])
             try:
                 tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
             except ValueError as error:
@@ -732,4 +752,5 @@ def new_config(
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.setdefault(token, getattr(tokenizer, token))
     with explained(f"task.architecture: {kind} rejects it: "):
+        require_buildable(fields)
         return AutoConfig.for_model(kind, **fields)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
+from os.path import realpath
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -34,6 +35,7 @@ from src.tasks.text.files import (
     Parsed,
     Shard,
     by_split,
+    declared_features,
     declared_splits,
     find_files,
     index_files,
@@ -102,21 +104,19 @@ def arrow_values(table: pa.Table, columns: Sequence[str], features: Mapping[str,
     rows: Rows = {}
     unreadable: dict[int, str] = {}
     for name in columns:
+        found = rows[name] = [None] * len(table)
         if name not in table.column_names:
-            rows[name] = [None] * len(table)
             continue
         values, feature = table[name], features.get(name)
+        is_plain = pa.types.is_string(values.type) and not isinstance(feature, Json)
         try:
-            found = values.to_pylist()
-        except UnicodeDecodeError:  # value by value takes 20 times as long
-            found = [None] * len(values)
+            found[:] = values.to_pylist() if is_plain else [_as_meant(value, feature) for value in values.to_pylist()]
+        except (ValueError, RecursionError):  # value by value takes 20 times as long
             for place, value in enumerate(values):
                 try:
-                    found[place] = value.as_py()
-                except UnicodeDecodeError as error:
-                    unreadable[place] = f"{name} is not UTF-8: {error}"
-        is_plain = pa.types.is_string(values.type) and not isinstance(feature, Json)
-        rows[name] = found if is_plain else [_as_meant(value, feature) for value in found]
+                    found[place] = _as_meant(value.as_py(), feature)
+                except (ValueError, RecursionError) as error:
+                    unreadable[place] = f"{name} cannot be read: {error}"
     return rows, unreadable
 
 
@@ -135,18 +135,15 @@ def _as_meant(value: Any, feature: Any) -> Any:
     return value
 
 
-def declared_features(schema: pa.Schema) -> Features:
-    """Return the features that `datasets` wrote into a parquet file; none if something else wrote it."""
-    written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    return Features.from_dict(written.get("info", {}).get("features") or {})
-
-
 RowRange = tuple[int, int, int]
 """A range of rows in a source: the group, its first row, and the row after its last."""
 BLOCK = 1024
 """Rows that are read from a table, or tokenized and stored, together."""
 LARGEST_RANGE = 16 * BLOCK
 """Rows of a group that are read at once: a row group of parquet may have a million."""
+BATCH, LARGEST_GROWTH = 256, 1000
+"""Rows of a row group that are decoded at once, and how many times the size of its file it may have then: text that is
+worth training on is compressed to a twentieth, but 1 MB may become 10 GB."""
 
 
 class ShardReader:
@@ -276,8 +273,14 @@ def read_text(source: Source, part: RowRange, columns: Encoders) -> Found:
 @lru_cache(maxsize=2)  # a large row group is tokenized block by block
 def _row_group(shard: Shard, number: int, columns: tuple[str, ...]) -> pa.Table:
     _require_unchanged(shard)
+    batches, size = [], 0
     with fsspec.open(shard.url, "rb") as file:
-        return parquet.ParquetFile(file, pre_buffer=True).read_row_group(number, [*columns])
+        for batch in parquet.ParquetFile(file, pre_buffer=True).iter_batches(BATCH, [number], [*columns]):
+            size += batch.nbytes
+            if size > 2**28 + LARGEST_GROWTH * file.size:
+                raise ValueError(f"a row group becomes more than {LARGEST_GROWTH:,} times as large as the file")
+            batches.append(batch)
+    return pa.Table.from_batches(batches)
 
 
 @lru_cache(maxsize=2)  # a .json file is one group
@@ -336,6 +339,9 @@ class TextTask(TextSettings, Task):
         """Return the files of each split, each with its version; or a table, if `datasets` has to read them."""
         if "://" in part.dataset or Path(part.dataset).exists():
             versions = find_files(part.dataset)
+            home = f"{realpath(part.dataset)}/"
+            if links := [f"{name} -> {to}" for name in versions if not f"{(to := realpath(name))}/".startswith(home)]:
+                self.state.remarks.append(f"{part.dataset} has links that lead out of it: {listed(links)}")
             if part.dataset.lower().endswith(KINDS):
                 return {"train": versions}
             files = declared_splits(part.dataset, part.dataset_config) or by_split(versions)

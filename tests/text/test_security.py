@@ -1,0 +1,272 @@
+"""What strangers send, as text, tables, models or adapters: it runs no code, and costs no hours."""
+
+import io
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from src.config.errors import UserError
+from src.distributed.process import exit_codes
+from src.tasks.text import files, model, reading
+from src.tasks.text.chats import CHATML, MOST_MESSAGES, ChatEncoder, render_chat, with_date
+from src.tasks.text.reading import ShardReader, row_ranges
+from src.tasks.text.tokenizing import byte_tokenizer
+from src.tools.generate import main as generate
+from tests.text import tiny
+from train import run_settings
+
+LM = ("--task.name=causal_lm", "--task.sequence_length=16")
+LLAMA = (*LM, "--task.model=llama", "--task.dataset=a.jsonl")
+CODE = "open('it_ran', 'w')\nclass Mine: pass\n"
+ROWS = [{"text": f"line {i}"} for i in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _no_hours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing here may compute for longer than this, however loaded the machine is; nor does anything wait."""
+
+    def stop(*_: Any) -> None:
+        raise AssertionError("it would take hours")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 30)
+    yield
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def copied(models: Path, folder: str, changes: dict[str, Any]) -> None:
+    """A model that brings code, with these changes of its files."""
+    shutil.copytree(models / "llama", folder)
+    Path(folder, "mine.py").write_text(CODE)
+    tiny.write({f"{folder}/{name}": fields for name, fields in changes.items()})
+
+
+def built(*arguments: str) -> Any:
+    """The task, its datasets and its model, built as train.py does it."""
+    tiny.write({"a.jsonl": ROWS})
+    task: Any = run_settings([*arguments]).task
+    return task, *task.build_datasets(), task.build_model()
+
+
+def line(error: Any) -> str:
+    """What an error says, in one line, without the current folder's name."""
+    assert "\n" not in str(error.value)
+    return str(error.value).replace(f"{Path.cwd()}/", "")
+
+
+# ------------------------------------------------------------ code that comes with a model
+
+TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "mine.Mine"]}, "tokenizer_class": "MineTokenizer"}
+MODEL: dict[str, Any] = {"auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "mine.Mine")}
+MODEL |= {"model_type": "mine"}
+BRINGS = {"a tokenizer": {"tokenizer_config.json": TOKENIZER}, "a model": {"config.json": MODEL}}
+
+
+@pytest.mark.parametrize("changes", BRINGS.values(), ids=BRINGS)
+def test_generate_asks_nobody_whether_to_run_a_models_code(
+    models: Path, changes: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor that of the base of adapters. The answer would come from its prompts. Tried without trust_remote_code=False:
+    the tokenizer's runs."""
+    copied(models, "theirs", changes)
+    tiny.write({"adapters/adapter_config.json": '{"peft_type": "LORA", "base_model_name_or_path": "theirs"}'})
+    for folder in ("theirs", "adapters"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\n"))
+        with pytest.raises(SystemExit) as end, exit_codes("generate"):
+            generate([folder])
+        assert end.value.code == 2
+        (says,) = capsys.readouterr().err.splitlines()
+        assert says.startswith("generate: ")
+        assert not Path("it_ran").exists()
+
+
+# ------------------------------------------------------------ small inputs that would cost hours
+
+PIECES = ("\n", "<", "<think", "<think>", "</think>", "<think>\n", "think", "[", '"', "\\", "1", "\n/", "</think", "<|")
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("begins", ["", "<", "<think>"])
+def test_a_chat_is_read_in_a_time_that_grows_with_its_length(piece: str, begins: str) -> None:
+    """100 kB of a content, a thought or an argument. Tried with the patterns before: minutes for newlines, which a
+    pattern tries from each of them on, and for <thinkthinkthink."""
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    text = begins + piece * (100_000 // len(piece))
+    asks: dict[str, Any] = {"role": "user", "content": "q"}
+    call = {"function": {"name": "f", "arguments": {"a": text}}}
+    for message in ({"content": text + "x"}, {"content": "x", "reasoning_content": text + "x"}, {"tool_calls": [call]}):
+        answer = {"role": "assistant", "content": "", **message}
+        for chat in ([asks, answer], [asks, answer, asks, {"role": "assistant", "content": "y"}]):
+            with suppress(UserError):  # of what ChatML leaves out
+                render_chat(chat, None, tokenizer, train_on_prompts=False)
+    tokenizer.chat_template = f"{{# {text} {'strftime_now(' + chr(39)} #}}"
+    ChatEncoder(tokenizer.chat_template)([asks])
+    with pytest.raises(UserError, match="a date that a resumed run could not know"):
+        with_date(tokenizer, "2026-01-01")
+
+
+def test_a_chat_has_5000_messages_at_most() -> None:
+    """Each of the assistant's turns is found by writing all before it again."""
+    chat = [{"role": "user", "content": "q"}] * (MOST_MESSAGES + 1)
+    with pytest.raises(ValueError, match="not a list of messages, 5,000 at most"):
+        ChatEncoder("")(chat)
+    assert json.loads(ChatEncoder("")(chat[1:])) == chat[1:]
+
+
+def rows_of(file: str) -> dict[str, list[Any]]:
+    """The texts of a file, and why some cannot be used."""
+    reader = ShardReader(files.index_files(files.find_files(file), [], Path("cache")))
+    found: dict[str, list[Any]] = {"texts": [], "bad": []}
+    for number, first, last in row_ranges(reader):
+        rows, bad = reader.read(number, first, last, ["text"])
+        found["texts"] += rows["text"]
+        found["bad"] += bad.values()
+    return found
+
+
+def test_a_header_may_have_many_columns() -> None:
+    """Tried with list.count for each: a minute for 80,000."""
+    names = [f"column {i}" for i in range(80_000)]
+    tiny.write({"a.csv": [",".join(["text", *names]).encode(), b"one", b"two"]})
+    assert rows_of("a.csv")["texts"] == ["one", "two"]
+    tiny.write({"a.csv": [",".join(["text", *names, "column 7"]).encode(), b"one"]})
+    with pytest.raises(UserError) as error:
+        rows_of("a.csv")
+    assert line(error) == "a.csv: cannot be read: two columns are called column 7"
+
+
+def test_a_file_that_is_nested_too_deeply_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=waits.append))
+    tiny.write({"a.json": "[" * 100_000 + "]" * 100_000})
+    with pytest.raises(UserError) as error:
+        rows_of("a.json")
+    assert line(error).startswith("a.json: cannot be read: maximum recursion depth exceeded")
+    assert not waits
+
+
+def test_a_parquet_that_becomes_gigabytes_is_refused() -> None:
+    """1 kB for 0.8 GB. A text that is often the same is none of these. Tried without: it is read."""
+    for size, says in ((7500, "a.parquet: cannot be read: a row group becomes more than 1,000 times"), (75, None)):
+        rows = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), pa.array(["x" * size]))
+        parquet.write_table(pa.table({"text": rows}), "a.parquet", compression="zstd", store_schema=False)
+        assert Path("a.parquet").stat().st_size < 10_000
+        if says:
+            with pytest.raises(UserError) as error:
+                rows_of("a.parquet")
+            assert line(error).startswith(says)
+        else:
+            assert rows_of("a.parquet")["texts"] == ["x" * size] * 100_000
+
+
+MANY = 10**7  # and on the code before, a billion would fill the memory
+ENDLESS: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
+    "layers": (LLAMA, {"num_hidden_layers": MANY}, "task.model=llama: cannot be loaded: num_hidden_layers is"),
+    "kinds of layers": (LLAMA, {"model_type": "qwen3", "num_hidden_layers": MANY}, "task.model=llama: cannot"),
+    "labels": (LLAMA, {"num_labels": MANY}, "task.model=llama: cannot be loaded: num_labels is 10,000,000, but no"),
+    "inner": (LLAMA, {"text_config": {"n_layer": MANY}}, "task.model=llama: cannot be loaded: text_config.n_layer is"),
+    "a tokenizer's": (
+        (*LM, *tiny.NEW_LLAMA, "--task.tokenizer=llama", "--task.dataset=a.jsonl"),
+        {"model_type": "qwen3", "num_hidden_layers": MANY}, "task.tokenizer=llama: cannot be loaded: num_hidden_layers",
+    ),
+    "new": (
+        (*LM, "--task.dataset=a.jsonl", f"--task.architecture={{model_type: qwen3, num_hidden_layers: {MANY}}}"),
+        {}, "task.architecture: qwen3 rejects it: num_hidden_layers is 10,000,000, but no model has more than 10,000",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "fields", "says"), ENDLESS.values(), ids=ENDLESS)
+def test_a_config_of_endless_layers_is_refused(
+    models: Path, arguments: tuple[str, ...], fields: Any, says: str
+) -> None:
+    """Before anything is built. Tried without: a list of so many names, or a model of so many modules."""
+    copied(models, "llama", {"config.json": fields})
+    with pytest.raises(UserError) as error:
+        built(*arguments)
+    assert line(error).startswith(says)
+    if fields:
+        with pytest.raises(UserError, match=r"^not a language model: .*10,000,000, but no model has more than 10,000$"):
+            generate(["llama"])
+
+
+def test_a_pattern_that_would_match_for_years_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without: no signal is answered either."""
+    monkeypatch.setattr(model, "LONGEST_MATCH", 1)
+    shutil.copytree(models / "llama", "llama")
+    with pytest.raises(UserError) as error:
+        built(*LLAMA, "--task.lora.r=2", r"--task.lora.exclude_modules=(\w+\.?)+x")
+    assert line(error) == "task.lora.target_modules, exclude_modules: takes more than 1 s to match"
+    *_, adapted = built(*LLAMA, "--task.lora.r=2", r"--task.lora.exclude_modules=.*\.0\..*")
+    assert {name for name, _ in adapted.named_modules() if name.endswith("0.self_attn.q_proj.lora_A")} == set()
+
+
+# ------------------------------------------------------------ what a file says of itself
+
+DAMAGED: dict[str, bytes] = {
+    "no JSON": b"{",
+    "too deep": b"[" * 100_000,
+    "a list": b"[1]",
+    "null": b"null",
+    "no text": b"\xff",
+    "features of numbers": b'{"info": {"features": [1]}}',
+    "unknown": b'{"info": {"features": {"text": {"_type": "Tensor9"}}}}',
+    "a function": b'{"info": {"features": {"text": {"_type": "partial"}}}}',
+    "no dtype": b'{"info": {"features": {"text": {"_type": "Value", "dtype": "wat"}}}}',
+}
+
+
+@pytest.mark.parametrize("metadata", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_metadata_of_datasets_are_one_line(metadata: bytes) -> None:
+    """Before any row is read, with the other files that are damaged. Tried without: a traceback."""
+    for name in "ab":
+        table = pa.table({"text": ["one", "two"]}).replace_schema_metadata({"huggingface": metadata})
+        parquet.write_table(table, f"{name}.parquet")
+    with pytest.raises(UserError) as error:
+        files.index_files(files.find_files("."), [], Path("cache"))
+    lines = str(error.value).replace(f"{Path.cwd()}/", "").splitlines()
+    says = "parquet: cannot be read: its metadata are not those of `datasets`: "
+    assert [found.partition(says)[0] for found in lines] == ["a.", "b."]
+
+
+def test_a_value_that_is_not_the_json_that_its_file_promises_is_a_bad_row() -> None:
+    features = b'{"info": {"features": {"text": {"_type": "Json"}}}}'
+    values = ['"one"', "{", "[" * 100_000]
+    parquet.write_table(pa.table({"text": values}).replace_schema_metadata({"huggingface": features}), "a.parquet")
+    found = rows_of("a.parquet")
+    assert found["texts"] == ["one", None, None]
+    assert [reason.partition(": ")[0] for reason in found["bad"]] == ["text cannot be read"] * 2
+
+
+def test_links_that_lead_out_of_a_folder_are_said(tmp_path: Path) -> None:
+    """In one line: each file of a snapshot in the Hub's cache is a link. Tried without: not a word."""
+    tiny.write({"home/train.jsonl": ROWS, "data/own.jsonl": ROWS})
+    Path("data/train.jsonl").symlink_to(tmp_path / "home/train.jsonl")
+    Path("data/inner.jsonl").symlink_to("own.jsonl")
+    Path("link.jsonl").symlink_to("home/train.jsonl")
+    for name, says in (("data", "data has links that lead out of it: "), ("link.jsonl", ""), ("home", "")):
+        task: Any = tiny.task(dataset=name)
+        task.open_rows()
+        said = " ".join(task.state.remarks).replace(f"{tmp_path}/", "")
+        assert said == (says and f"{says}data/train.jsonl -> home/train.jsonl")
+
+
+def test_a_group_of_rows_is_decoded_to_the_same_rows() -> None:
+    """In batches, across their ends."""
+    tiny.write({"a.parquet": b""})
+    texts = [f"line {i}" for i in range(3 * reading.BATCH + 7)]
+    parquet.write_table(pa.table({"text": texts}), "a.parquet")
+    assert rows_of("a.parquet") == {"texts": texts, "bad": []}
