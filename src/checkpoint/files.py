@@ -6,15 +6,17 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from pydantic import JsonValue, TypeAdapter
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.errors import naming
+from src.config.errors import UserError, naming
 from src.config.settings import read_yaml
 from src.config.terminal import say
 
@@ -22,8 +24,12 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
 """Prefix of names of files and folders that are being written or deleted. A crash leaves them behind."""
+MOST_BYTES = 2**28
+"""Largest file, or line of metrics.jsonl, that is parsed: state.json grows with each evaluation, to a few MB at most."""
 Json = dict[str, Any]
 """A JSON object."""
+JSON_OBJECT = TypeAdapter(dict[str, JsonValue])
+"""Refuses what is nested deeper than 255 levels, which code that follows would not survive."""
 say_once = cache(say)
 
 
@@ -32,25 +38,65 @@ def is_number(value: Any) -> TypeGuard[float]:  # room: report examples
     return isinstance(value, int | float) and abs(value) < 1e308
 
 
+class DamageError(UserError):
+    """A file is not as a run writes it."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(f"{file} is damaged")
+        self.file = file
+
+
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn whatever is found wrong with a file's contents into a DamageError that names it."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise DamageError(file) from error
+
+
+def is_regular(file: Path) -> bool:
+    """Return whether this is a file, neither a link nor a pipe or device, on which a reader would wait. Raise an
+    OSError if there is nothing."""
+    return stat.S_ISREG(file.lstat().st_mode)
+
+
+def read_regular(file: Path) -> bytes:
+    """Return the contents of a file. Raise a ValueError if it is no regular file, or larger than MOST_BYTES."""
+    if not is_regular(file) or file.stat().st_size > MOST_BYTES:
+        raise ValueError("no regular file, or too large")
+    return file.read_bytes()
+
+
+def read_object(file: Path) -> Json:
+    """Return the JSON object in a file, whoever wrote it. Raise a DamageError if anything else is there."""
+    with reading(file):
+        return JSON_OBJECT.validate_python(json.loads(read_regular(file)))
+
+
 def json_object(content: str | bytes) -> Json:
     """Return a JSON object; an empty one if the content is anything else."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(ValueError, RecursionError):
+        return JSON_OBJECT.validate_python(json.loads(content))
+    return {}
 
 
 def read_json(file: Path) -> Json:
-    """Return the JSON object in a file; an empty one if there is none."""
-    return json_object(file.read_bytes()) if file.exists() else {}
+    """Return the JSON object in a file; an empty one if there is none, or the file is damaged."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, DamageError):
+        return read_object(file)
+    return {}
 
 
 def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
     """Yield each record of metrics.jsonl, if the file exists. Yield an empty one for a damaged line, but none for a
     last line that a kill cut short."""
-    with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
-        for line in stream:
+    if not file.is_file():
+        return
+    with file.open("rb") as stream:
+        for line in iter(lambda: stream.readline(MOST_BYTES), b""):
             record = json_object(line)
             if is_number(record.get("step")):
                 yield record
@@ -61,8 +107,8 @@ def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
 def saved_settings(folder: Path) -> Json:
     """Return the settings of the run in an output folder; an empty object if there are none."""
     try:
-        saved = read_yaml((folder / "config.yaml").read_bytes())
-    except (OSError, UnicodeDecodeError, YAMLError):
+        saved = read_yaml(read_regular(folder / "config.yaml"))
+    except (OSError, ValueError, YAMLError):
         return {}
     return json_object(json.dumps(saved, default=str))
 
