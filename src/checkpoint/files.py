@@ -2,11 +2,11 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from pydantic import JsonValue, TypeAdapter
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.errors import UserError, naming
+from src.config.errors import UserError, naming, refuse
 from src.config.settings import read_yaml
 from src.config.terminal import say
 
@@ -25,7 +25,7 @@ STATE = "state.json"
 INCOMPLETE = "tmp_"
 """Prefix of names of files and folders that are being written or deleted. A crash leaves them behind."""
 MOST_BYTES = 2**28
-"""Largest file, or line of metrics.jsonl, that is parsed: state.json grows with each evaluation, to a few MB at most."""
+"""Most bytes of a file, or of a line of metrics.jsonl, that are parsed. state.json grows to some MB in a long run."""
 Json = dict[str, Any]
 """A JSON object."""
 JSON_OBJECT = TypeAdapter(dict[str, JsonValue])
@@ -41,10 +41,6 @@ def is_number(value: Any) -> TypeGuard[float]:  # room: report examples
 class DamageError(UserError):
     """A file is not as a run writes it."""
 
-    def __init__(self, file: Path) -> None:
-        super().__init__(f"{file} is damaged")
-        self.file = file
-
 
 @contextlib.contextmanager
 def reading(file: Path) -> Iterator[None]:
@@ -54,33 +50,26 @@ def reading(file: Path) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise DamageError(file) from error
-
-
-def is_regular(file: Path) -> bool:
-    """Return whether this is a file, neither a link nor a pipe or device, on which a reader would wait. Raise an
-    OSError if there is nothing."""
-    return stat.S_ISREG(file.lstat().st_mode)
+        raise DamageError(f"{file} is damaged") from error
 
 
 def read_regular(file: Path) -> bytes:
-    """Return the contents of a file. Raise a ValueError if it is no regular file, or larger than MOST_BYTES."""
-    if not is_regular(file) or file.stat().st_size > MOST_BYTES:
-        raise ValueError("no regular file, or too large")
+    """Return the contents of a file. Raise a ValueError if it is a link, no regular file, or larger than MOST_BYTES."""
+    is_small = file.stat().st_size <= MOST_BYTES
+    if file.is_symlink() or not (file.is_file() and is_small):  # a reader waits on a pipe
+        raise ValueError("not a file of a run")
     return file.read_bytes()
+
+
+def json_object(content: str | bytes) -> Json:
+    """Return a JSON object. Raise a ValueError, or a RecursionError, if the content is anything else."""
+    return JSON_OBJECT.validate_python(json.loads(content))
 
 
 def read_object(file: Path) -> Json:
     """Return the JSON object in a file, whoever wrote it. Raise a DamageError if anything else is there."""
     with reading(file):
-        return JSON_OBJECT.validate_python(json.loads(read_regular(file)))
-
-
-def json_object(content: str | bytes) -> Json:
-    """Return a JSON object; an empty one if the content is anything else."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return JSON_OBJECT.validate_python(json.loads(content))
-    return {}
+        return json_object(read_regular(file))
 
 
 def read_json(file: Path) -> Json:
@@ -93,11 +82,11 @@ def read_json(file: Path) -> Json:
 def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
     """Yield each record of metrics.jsonl, if the file exists. Yield an empty one for a damaged line, but none for a
     last line that a kill cut short."""
-    if not file.is_file():
-        return
-    with file.open("rb") as stream:
+    with file.open("rb") if file.is_file() else io.BytesIO() as stream:
         for line in iter(lambda: stream.readline(MOST_BYTES), b""):
-            record = json_object(line)
+            record = Json()
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json_object(line)
             if is_number(record.get("step")):
                 yield record
             elif line.endswith(b"\n"):
@@ -106,11 +95,9 @@ def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
 
 def saved_settings(folder: Path) -> Json:
     """Return the settings of the run in an output folder; an empty object if there are none."""
-    try:
-        saved = read_yaml(read_regular(folder / "config.yaml"))
-    except (OSError, ValueError, YAMLError):
-        return {}
-    return json_object(json.dumps(saved, default=str))
+    with contextlib.suppress(OSError, ValueError, YAMLError):
+        return json_object(json.dumps(read_yaml(read_regular(folder / "config.yaml")), default=str))
+    return {}
 
 
 def parent_checkpoint(config: Config) -> Path | None:
@@ -124,7 +111,7 @@ def parent_checkpoint(config: Config) -> Path | None:
 
 def is_checkpoint_name(name: str) -> bool:
     """Return whether a folder of this name is a checkpoint, unlike a copy of one named step_00000500.bak."""
-    return re.fullmatch(r"step_\d{8,}", name) is not None
+    return re.fullmatch(r"step_[0-9]{8,}", name) is not None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -176,7 +163,8 @@ def write_json(file: Path, content: Any) -> None:
 def write_text(file: Path, text: str) -> None:
     """Write the file whole or not at all, no matter when the process or the machine stops."""
     incomplete = incomplete_path(file)
-    with naming(incomplete), incomplete.open("wb") as stream:
+    discard(incomplete)
+    with naming(incomplete), incomplete.open("xb") as stream:
         stream.write(text.encode())
         stream.flush()
         os.fsync(stream.fileno())
@@ -203,7 +191,34 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def planted(path: Path) -> Iterator[str]:
+    """Yield an error line if another user may have put this here to have a run write elsewhere: a link or a pipe in
+    place of a file, or in place of a folder a link that Linux's protected_symlinks would not follow."""
+    is_link = path.is_symlink()
+    if path.is_dir():
+        is_ours = not is_link or path.lstat().st_uid in (0, os.geteuid(), path.parent.stat().st_uid)
+    else:
+        is_ours = not os.path.lexists(path) or (path.is_file() and not is_link)
+    if not is_ours:
+        yield f"cannot write to {path}, which is another user's link, or no regular file: find out why, and remove it"
+
+
+def discard(path: Path) -> None:
+    """Delete a folder, a file or a link, but not what the link leads to."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def new_folder(folder: Path) -> None:
+    """Make an empty folder, in place of what a crash or another user left there. Raise a UserError or an OSError if
+    that cannot be."""
+    refuse(planted(folder.parent))
+    discard(folder)
+    folder.mkdir(parents=True)
+
+
 def remove_incomplete(checkpoints: Path) -> None:
     """Delete what crashes left behind."""
     for path in checkpoints.glob(f"{INCOMPLETE}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        discard(path)

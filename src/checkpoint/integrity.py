@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from src.checkpoint.compatibility import read_state
-from src.checkpoint.files import MANIFEST, STATE, DamageError, file_facts, is_regular, read_object, reading
-from src.checkpoint.rng import random_states
+from src.checkpoint.files import MANIFEST, STATE, DamageError, file_facts, read_object, reading
+from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import saved_tensors
 from src.config.errors import UserError
 
@@ -40,21 +42,21 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
         for name, (size, checksum) in [*files.items()][shard[0] :: shard[1]]:
             file = checkpoint / name
             # the manifest may not lead to other folders, nor to links and pipes
-            if name not in there or not is_regular(file):
+            if name not in there or file.is_symlink() or not file.is_file():
                 yield f"{name} is missing"
             elif file.stat().st_size != size:
                 yield f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
             elif contents and file_facts(file)["sha256"] != checksum:
                 yield f"{name} has changed since it was saved"
             elif contents and file.suffix == ".json" and name != STATE:
-                random_states(file)
+                restore_random_state(file, torch.device("cpu"))  # seeded anew when it is loaded
         if contents and shard[0] == 0:
             saved_tensors(checkpoint)
         step, saved = checkpoint.name.removeprefix("step_"), read_state(checkpoint).progress.step
         if step.isdecimal() and saved != int(step):
             yield f"{STATE} is of step {saved}: rename the folder back"
     except DamageError as error:
-        yield f"{error.file.name} is damaged"
+        yield str(error).removeprefix(f"{checkpoint}/")
     except FileNotFoundError as error:
         yield f"{Path(error.filename).name} is missing"
     except PermissionError as error:

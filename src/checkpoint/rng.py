@@ -2,18 +2,12 @@
 
 import random
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, TypeAdapter
 
-from src.checkpoint.files import Json, read_object, reading
-
-PythonState = tuple[int, tuple[int, ...], float | None]
-NumpyState = tuple[str, list[int], Annotated[int, Field(ge=0, le=624)], int, float]
-"""Name, words, the next word's index, which numpy takes as it is and would read behind the words, and a spare draw."""
-PYTHON, NUMPY = TypeAdapter(PythonState), TypeAdapter(NumpyState)
+from src.checkpoint.files import read_object, reading
 
 
 def random_file(rank: int) -> str:
@@ -34,27 +28,18 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def random_states(file: Path) -> tuple[PythonState, NumpyState, Json]:
-    """Return the state of Python's and numpy's generators, and the others' by name, in hexadecimal. Raise a DamageError
-    if the generators would not take them."""
-    with reading(file):
-        states = read_object(file)
-        python, numpy = PYTHON.validate_python(states["python"]), NUMPY.validate_python(states["numpy"])
-        random.Random().setstate(python)
-        np.random.RandomState().set_state(numpy)
-        torch.Generator().set_state(_from_hex(states["torch"]))
-    return python, numpy, states
-
-
 def restore_random_state(file: Path, device: torch.device) -> None:
-    """Restore the generators from a JSON file written from `random_state`."""
-    python, numpy, others = random_states(file)
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(_from_hex(others["torch"]))
-    if device.type in others:
-        with reading(file):
-            torch.get_device_module(device).set_rng_state(_from_hex(others[device.type]))
+    """Restore the generators from a JSON file written from `random_state`. Raise a DamageError if it is not one."""
+    with reading(file):
+        state = read_object(file)
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss and float(gauss)))
+        if not 0 <= state["numpy"][2] <= 624:  # the next word: numpy would read behind them
+            raise ValueError("there is no such word")
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(_from_hex(state["torch"]))
+        if device.type in state:
+            torch.get_device_module(device).set_rng_state(_from_hex(state[device.type]))
 
 
 def _hex(state: torch.Tensor) -> str:

@@ -23,10 +23,10 @@ SMALLEST_LOSS_SCALE = 2.0**-24
 """The initial loss scale, halved 40 times. At this scale an overflow counts as a bad step."""
 GROWTH_INTERVAL = 2000
 """Consecutive finite steps after which the loss scale is doubled."""
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-"""A count in state.json, which a stranger may have written: JSON's integers may be too large for all that follows."""
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Evaluations = dict[Count, dict[str, Annotated[int, Field(gt=-(2**63), lt=2**63)] | float]]
+LIMITS = Field(ge=0, lt=2**63)
+"""Of numbers in state.json, which strangers may have written: JSON has larger ones, which no float can hold."""
+Count, Seconds = Annotated[int, LIMITS], Annotated[float, LIMITS]
+Evaluations = dict[Count, dict[str, Count | float]]
 """Each evaluation's metrics, by the step that it followed."""
 
 
