@@ -9,27 +9,26 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from src.checkpoint.files import STATE, read_object, reading
+from src.checkpoint.files import STATE, read_json, reading
 from src.config.config import LENGTH_SETTINGS, Config, changed_settings
 from src.config.errors import UserError, listed
 from src.training.progress import Progress
 from src.training.state import FORMAT_VERSION, Origin, RunState
 
 OR_ACCEPT_CHANGES = "or resume anyway with --checkpoint.accept_changes=true"
-NESTED: dict[str, Any] = {"progress": Progress, "origin": Origin}
-"""Parts of state.json that have fields of their own."""
+PARTS: dict[str, Any] = {"": RunState, "progress": Progress, "origin": Origin}
+"""Parts of state.json that have fields."""
 RUN_STATE = TypeAdapter(RunState)
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Return a checkpoint's state.json. Raise a UserError if it has another format version, or other fields; a
-    DamageError if a value is not what a run writes there."""
-    content = read_object(file := checkpoint / STATE)
-    version = content.get("format_version")
-    known = {f.name for f in fields(RunState)}
-    known |= {f"{part}.{f.name}" for part, kind in NESTED.items() for f in fields(kind)}
+    """Return a checkpoint's state.json. Raise a UserError if it has another format version, or other fields; a RunError
+    if it is damaged."""
+    content = read_json(file := checkpoint / STATE)
+    known = {f"{part}.{f.name}" for part, kind in PARTS.items() for f in fields(kind)}
     with reading(file):
-        found = {*content, *(f"{part}.{name}" for part in NESTED for name in {**content.get(part, {})})}
+        version = content["format_version"]
+        found = {f"{part}.{name}" for part in PARTS for name in {"": content, **content}[part]}
     differing = sorted(known ^ found)
     if version != FORMAT_VERSION or differing:
         fault = f" with other fields ({listed(differing)})" if version == FORMAT_VERSION else ""

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from pydantic import JsonValue, TypeAdapter
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.errors import UserError, naming, refuse
+from src.config.errors import RunError, explained, naming, refuse
 from src.config.settings import read_yaml
 from src.config.terminal import say
 
@@ -38,55 +37,41 @@ def is_number(value: Any) -> TypeGuard[float]:  # room: report examples
     return isinstance(value, int | float) and abs(value) < 1e308
 
 
-class DamageError(UserError):
-    """A file is not as a run writes it."""
-
-
-@contextlib.contextmanager
-def reading(file: Path) -> Iterator[None]:
-    """Turn whatever is found wrong with a file's contents into a DamageError that names it."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise DamageError(f"{file} is damaged") from error
+def reading(file: Path) -> contextlib.AbstractContextManager[None]:
+    """Turn whatever is found wrong with a file's contents into a RunError that names it."""
+    return explained(f"{file} is damaged: ", raises=RunError)
 
 
 def read_regular(file: Path) -> bytes:
-    """Return the contents of a file. Raise a ValueError if it is a link, no regular file, or larger than MOST_BYTES."""
-    is_small = file.stat().st_size <= MOST_BYTES
-    if file.is_symlink() or not (file.is_file() and is_small):  # a reader waits on a pipe
-        raise ValueError("not a file of a run")
+    """Return the contents of a file. Raise a ValueError if it is a link, a pipe or device, on which a reader would
+    wait, or larger than MOST_BYTES."""
+    if file.stat().st_size > MOST_BYTES or file.is_symlink() or not file.is_file():
+        raise ValueError
     return file.read_bytes()
 
 
 def json_object(content: str | bytes) -> Json:
-    """Return a JSON object. Raise a ValueError, or a RecursionError, if the content is anything else."""
-    return JSON_OBJECT.validate_python(json.loads(content))
-
-
-def read_object(file: Path) -> Json:
-    """Return the JSON object in a file, whoever wrote it. Raise a DamageError if anything else is there."""
-    with reading(file):
-        return json_object(read_regular(file))
+    """Return a JSON object; an empty one if the content is anything else."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return JSON_OBJECT.validate_python(json.loads(content))
+    return {}
 
 
 def read_json(file: Path) -> Json:
-    """Return the JSON object in a file; an empty one if there is none, or the file is damaged."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, DamageError):
-        return read_object(file)
+    """Return the JSON object in a file, whoever wrote it; an empty one if there is none."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        return json_object(read_regular(file))
     return {}
 
 
 def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
     """Yield each record of metrics.jsonl, if the file exists. Yield an empty one for a damaged line, but none for a
     last line that a kill cut short."""
-    with file.open("rb") if file.is_file() else io.BytesIO() as stream:
+    if not file.is_file():
+        return
+    with file.open("rb") as stream:
         for line in iter(lambda: stream.readline(MOST_BYTES), b""):
-            record = Json()
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json_object(line)
+            record = json_object(line)
             if is_number(record.get("step")):
                 yield record
             elif line.endswith(b"\n"):
@@ -192,15 +177,10 @@ def sync(path: Path) -> None:
 
 
 def planted(path: Path) -> Iterator[str]:
-    """Yield an error line if another user may have put this here to have a run write elsewhere: a link or a pipe in
-    place of a file, or in place of a folder a link that Linux's protected_symlinks would not follow."""
-    is_link = path.is_symlink()
-    if path.is_dir():
-        is_ours = not is_link or path.lstat().st_uid in (0, os.geteuid(), path.parent.stat().st_uid)
-    else:
-        is_ours = not os.path.lexists(path) or (path.is_file() and not is_link)
-    if not is_ours:
-        yield f"cannot write to {path}, which is another user's link, or no regular file: find out why, and remove it"
+    """Yield an error line if this is a link that neither this user nor root has made: it may lead to a folder of
+    another user's choice."""
+    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
+        yield f"cannot write to {path}, another user's link: remove it"
 
 
 def discard(path: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from src.checkpoint.compatibility import read_state
-from src.checkpoint.files import MANIFEST, STATE, DamageError, file_facts, read_object, reading
+from src.checkpoint.files import MANIFEST, STATE, file_facts, read_json, reading
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import saved_tensors
-from src.config.errors import UserError
+from src.config.errors import RunError, UserError
 
 RUN_COPIES = ("metrics.jsonl", "config.yaml")
 """Files of the run that a mirror keeps beside each checkpoint."""
@@ -20,10 +20,10 @@ Damaged = dict[Path, str]
 
 
 def manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Return a checkpoint's manifest: size and SHA-256 of each file, by name. Raise a DamageError if it is not one."""
-    with reading(file := checkpoint / MANIFEST):
-        files = read_object(file)["files"]
-        return {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in files.items()}
+    """Return a checkpoint's manifest: size and SHA-256 of each file, by name. Raise a RunError if it is not one."""
+    content = read_json(file := checkpoint / MANIFEST)
+    with reading(file):
+        return {name: (int(facts["bytes"]), str(facts["sha256"])) for name, facts in content["files"].items()}
 
 
 def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (0, 1)) -> Iterator[str]:
@@ -35,7 +35,11 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
         shard: (r, n): check only every n-th file, starting at the r-th.
     """
     try:
-        files, there = manifest(checkpoint), {path.name for path in checkpoint.iterdir()}
+        there = {path.name for path in checkpoint.iterdir()}
+        if MANIFEST not in there:
+            yield f"{MANIFEST} is missing"
+            return
+        files = manifest(checkpoint)
         yield from (f"{name} is an unexpected file" for name in sorted(there - files.keys() - {MANIFEST, *RUN_COPIES}))
         if STATE not in files:
             yield f"{STATE} is not in the manifest"
@@ -48,17 +52,15 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
                 yield f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
             elif contents and file_facts(file)["sha256"] != checksum:
                 yield f"{name} has changed since it was saved"
-            elif contents and file.suffix == ".json" and name != STATE:
+            elif contents and name.startswith("rng"):
                 restore_random_state(file, torch.device("cpu"))  # seeded anew when it is loaded
         if contents and shard[0] == 0:
             saved_tensors(checkpoint)
         step, saved = checkpoint.name.removeprefix("step_"), read_state(checkpoint).progress.step
         if step.isdecimal() and saved != int(step):
             yield f"{STATE} is of step {saved}: rename the folder back"
-    except DamageError as error:
+    except RunError as error:
         yield str(error).removeprefix(f"{checkpoint}/")
-    except FileNotFoundError as error:
-        yield f"{Path(error.filename).name} is missing"
     except PermissionError as error:
         raise UserError(f"{error.filename} cannot be read, {error.strerror}: ask for permission to read it") from error
     except OSError as error:

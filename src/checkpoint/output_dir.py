@@ -19,7 +19,6 @@ from src.distributed.process import SIGNALS
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
 """Files of a run in its output folder, except status.json, which even a run preempted at its start leaves."""
 LOCK = ".lock"
-ALSO_WRITTEN = ("status.json", LOCK, f"checkpoints/{LOCK}", "profile", "tensorboard")
 ANOTHER_PLACE = "choose another --run_name or --output_dir"
 PATIENCE_SECONDS = 40
 """A little longer than a launcher gives its processes to end."""
@@ -84,7 +83,7 @@ def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
 
 def _write_errors(folder: Path) -> Iterator[str]:
     """Yield an error line for each path that is not writable."""
-    parents, own = folder.absolute().parents, [folder / name for name in (*RUN_FILES, *ALSO_WRITTEN)]
+    parents, own = folder.absolute().parents, [folder / name for name in (*RUN_FILES, "profile", "tensorboard")]
     for path in (*parents, folder, *own, *folder.glob("checkpoints/step_*")):
         if path.is_symlink() and not path.exists():
             target = os.readlink(path)
@@ -99,8 +98,8 @@ def _write_errors(folder: Path) -> Iterator[str]:
         try:
             if path.is_dir():
                 tempfile.TemporaryFile(dir=path).close()
-            elif path.is_file():
-                path.open("ab").close()
+            elif path.exists():  # a link would lead elsewhere, and a pipe would make the run wait
+                os.close(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
         except OSError as error:
             yield f"output_dir={folder}: cannot write to {path}, {error.strerror}; choose another --output_dir"
 

@@ -108,8 +108,8 @@ def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumeP
     done = "skipped and set aside" if config.saves else "skipped"
     notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
     notes += note_changes(config, checkpoint, state.origin)
-    then, now = (dict(flatten(values)) for values in (state.origin.settings, config.model_dump()))
-    if any(then.get(name) != now[name] for name in ("early_stopping.metric", "early_stopping.mode")):
+    watched, watches = dict(flatten(state.origin.settings)), config.early_stopping
+    if (watched.get("early_stopping.metric"), watched.get("early_stopping.mode")) != (watches.metric, watches.mode):
         state.progress.best = None
         state.progress.evaluations_without_gain = 0
     point = ResumePoint(checkpoint=checkpoint, state=state, notes=notes, command=command)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.checkpoint.files import read_object, reading
+from src.checkpoint.files import read_json, reading
 
 
 def random_file(rank: int) -> str:
@@ -29,13 +29,13 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(file: Path, device: torch.device) -> None:
-    """Restore the generators from a JSON file written from `random_state`. Raise a DamageError if it is not one."""
+    """Restore the generators from a JSON file written from `random_state`. Raise a RunError if it is not one."""
+    state = read_json(file)
     with reading(file):
-        state = read_object(file)
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss and float(gauss)))
         if not 0 <= state["numpy"][2] <= 624:  # the next word: numpy would read behind them
-            raise ValueError("there is no such word")
+            raise IndexError("numpy")
         np.random.set_state(state["numpy"])
         torch.set_rng_state(_from_hex(state["torch"]))
         if device.type in state:

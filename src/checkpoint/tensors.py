@@ -103,7 +103,7 @@ class StorageReader(HuggingFaceStorageReader):
 
 def saved_tensors(checkpoint: Path) -> dict[str, Any]:
     """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in a checkpoint, from file headers. Raise a
-    DamageError if one cannot be read."""
+    RunError if one cannot be read."""
     with reading(checkpoint / "shard-*.safetensors"):
         return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
