@@ -35,20 +35,22 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
         shard: (r, n): check only every n-th file, starting at the r-th.
     """
     try:
-        there = {path.name for path in checkpoint.iterdir()}
+        there = {path.name: path.is_file() and not path.is_symlink() for path in checkpoint.iterdir()}
         if MANIFEST not in there:
             yield f"{MANIFEST} is missing"
             return
         files = manifest(checkpoint)
-        yield from (f"{name} is an unexpected file" for name in sorted(there - files.keys() - {MANIFEST, *RUN_COPIES}))
+        wrong = [f"{name} is an unexpected file" for name in sorted(there.keys() - files - {MANIFEST, *RUN_COPIES})]
+        # nor may the manifest lead to other folders, links, or pipes, on which whoever reads all shards would wait
+        wrong += [f"{name} is missing" for name in files if not there.get(name)]
         if STATE not in files:
-            yield f"{STATE} is not in the manifest"
+            wrong.append(f"{STATE} is not in the manifest")
+        if wrong:
+            yield from wrong
+            return
         for name, (size, checksum) in [*files.items()][shard[0] :: shard[1]]:
             file = checkpoint / name
-            # the manifest may not lead to other folders, nor to links and pipes
-            if name not in there or file.is_symlink() or not file.is_file():
-                yield f"{name} is missing"
-            elif file.stat().st_size != size:
+            if file.stat().st_size != size:
                 yield f"{name} has {file.stat().st_size:,} bytes, not {size:,}"
             elif contents and file_facts(file)["sha256"] != checksum:
                 yield f"{name} has changed since it was saved"
