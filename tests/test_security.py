@@ -264,7 +264,22 @@ def test_a_lock_is_gone_with_its_run_and_no_two_hold_it(tmp_path: Path, monkeypa
 
 DEEP = {f"deep{levels}": f"{'[' * levels}{']' * levels}" for levels in (300, 900, 3000)}
 """What stands for a value in a mutation, which is written in its place."""
-VALUES = [None, True, -1, 0.5, math.inf, math.nan, 10**400, 10**18, -(10**400), "", "..", "../x", "/etc/passwd", "\0"]
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0.5,
+    math.inf,
+    math.nan,
+    10**400,
+    10**18,
+    -(10**400),
+    "",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "\0",
+]
 VALUES += [[], {}, [[]], {"a": 1}, "x" * 10**4, "1" * 5000, *DEEP]
 
 
@@ -348,6 +363,10 @@ def replaced(name: str, make: Callable[[Path], object]) -> Callable[[Path], None
     return damage
 
 
+def listing(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest["files"].update({name: {"bytes": 0, "sha256": ""}})
+
+
 def oversized(file: Path) -> None:
     with file.open("wb") as stream:
         stream.truncate(files.MOST_BYTES + 1)
@@ -373,12 +392,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "an infinite time": rewritten(FILES[2], lambda state: state["progress"].update(seconds=math.inf)),
     "more examples than a float holds": rewritten(FILES[2], lambda state: state["origin"].update(examples=10**400)),
     "a list of evaluations": rewritten(FILES[2], lambda state: state["progress"].update(evaluations=[1])),
-    **{
-        f"a file named {name!r}": rewritten(
-            FILES[3], lambda content, name=name: content["files"].update({name: {"bytes": 0, "sha256": ""}})
-        )
-        for name in ("", ".", "..", "../x", "/etc/passwd", "\0")
-    },
+    **{f"a file named {name!r}": rewritten(FILES[3], listing(name)) for name in ("", ".", "..", "../x", "/x", "\0")},
     "an infinite size": rewritten(FILES[3], lambda content: content["files"]["state.json"].update(bytes=math.inf)),
 }
 

@@ -25,7 +25,8 @@ GROWTH_INTERVAL = 2000
 """Consecutive finite steps after which the loss scale is doubled."""
 LIMITS = Field(ge=0, lt=2**63)
 """Of numbers in state.json, which strangers may have written: JSON has larger ones, which no float can hold."""
-Count, Seconds = Annotated[int, LIMITS], Annotated[float, LIMITS]
+Count = Annotated[int, LIMITS]
+Seconds = Annotated[float, LIMITS]
 Evaluations = dict[Count, dict[str, Count | float]]
 """Each evaluation's metrics, by the step that it followed."""
 
