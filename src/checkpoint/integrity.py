@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from src.checkpoint.compatibility import read_state
-from src.checkpoint.files import MANIFEST, STATE, file_facts, read_json, reading
+from src.checkpoint.files import MANIFEST, STATE, file_facts, is_checkpoint_name, read_json, reading, step_of
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import saved_tensors
 from src.config.errors import RunError, UserError
@@ -45,8 +45,8 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
         wrong += [f"{name} is missing" for name in files if not there.get(name)]
         if STATE not in files:
             wrong.append(f"{STATE} is not in the manifest")
+        yield from wrong
         if wrong:
-            yield from wrong
             return
         for name, (size, checksum) in [*files.items()][shard[0] :: shard[1]]:
             file = checkpoint / name
@@ -58,8 +58,8 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
                 restore_random_state(file, torch.device("cpu"))  # seeded anew when it is loaded
         if contents and shard[0] == 0:
             saved_tensors(checkpoint)
-        step, saved = checkpoint.name.removeprefix("step_"), read_state(checkpoint).progress.step
-        if step.isdecimal() and saved != int(step):
+        saved = read_state(checkpoint).progress.step
+        if is_checkpoint_name(checkpoint.name) and saved != step_of(checkpoint):
             yield f"{STATE} is of step {saved}: rename the folder back"
     except RunError as error:
         yield str(error).removeprefix(f"{checkpoint}/")
