@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from fsspec.implementations.local import LocalFileSystem
+from safetensors.torch import save_file
 
 from src.checkpoint.compatibility import read_state
 from src.checkpoint.files import STATE, file_facts, publish
 from src.checkpoint.integrity import problems
 from src.checkpoint.mirror import Mirror
+from src.checkpoint.rng import random_state
 from src.checkpoint.store import Store, first_valid
 from train import run_settings
 
@@ -38,8 +41,9 @@ def save(step: int) -> Path:
     state = json.loads(STATE_FILE.read_text())
     state["progress"]["step"], state["metrics_bytes"] = step, 10 * step
     (unfinished / STATE).write_text(json.dumps(state))
-    for name in (*(f"shard-0000{number}.safetensors" for number in range(1, 5)), "rng_00001.json"):
-        (unfinished / name).write_bytes(os.urandom(1000))
+    for number in range(1, 5):
+        save_file({f"model.{number}": torch.rand(200)}, unfinished / f"shard-0000{number}.safetensors")
+    (unfinished / "rng_00001.json").write_text(json.dumps(random_state(torch.device("cpu"))))
     (FOLDER / "run" / "metrics.jsonl").write_text("123456789\n" * step)
     (FOLDER / "run" / "config.yaml").write_text(f"log_every: {step}")
     publish(unfinished, {path.name: file_facts(path) for path in unfinished.iterdir()}, checkpoint)
@@ -116,7 +120,7 @@ store = store_of("run")
 assert first_valid(ACCELERATOR, [third], store) == (third, {})
 assert not any(problems(third))
 for shard in (FOLDER / "mirror" / "mnist").glob("*/shard-00001.safetensors"):  # damaged there too: the one before
-    shard.write_bytes(bytes(1000)) if shard.parent.name == third.name else None
+    shard.write_bytes(bytes(shard.stat().st_size)) if shard.parent.name == third.name else None
 (third / "shard-00001.safetensors").unlink()
 newest, damaged = first_valid(ACCELERATOR, store.candidates(), store)
 assert newest == second, newest

@@ -7,35 +7,37 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.files import STATE
+from pydantic import TypeAdapter
+
+from src.checkpoint.files import STATE, read_json, reading
 from src.config.config import LENGTH_SETTINGS, Config, changed_settings
-from src.config.errors import UserError
+from src.config.errors import UserError, listed
 from src.training.progress import Progress
 from src.training.state import FORMAT_VERSION, Origin, RunState
 
 OR_ACCEPT_CHANGES = "or resume anyway with --checkpoint.accept_changes=true"
-NESTED: dict[str, Any] = {"progress": Progress, "origin": Origin}
-"""Parts of state.json that have fields of their own."""
+PARTS: dict[str, Any] = {"": RunState, "progress": Progress, "origin": Origin}
+"""Parts of state.json that have fields."""
+RUN_STATE = TypeAdapter(RunState)
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Return a checkpoint's state.json; raise a UserError if it has another format version, or other fields."""
-    content = json.loads((checkpoint / STATE).read_bytes())
-    version = content.get("format_version", "none")
-    known = {f.name for f in fields(RunState)}
-    found = {*content}
-    for part, kind in NESTED.items():
-        known |= {f"{part}.{f.name}" for f in fields(kind)}
-        found |= {f"{part}.{name}" for name in content.get(part, {})}
+    """Return a checkpoint's state.json. Raise a UserError if it has another format version, or other fields; a RunError
+    if it is damaged."""
+    content = read_json(file := checkpoint / STATE)
+    known = {f"{part}.{f.name}" for part, kind in PARTS.items() for f in fields(kind)}
+    with reading(file):
+        version = content["format_version"]
+        found = {f"{part}.{name}" for part in PARTS for name in {"": content, **content}[part]}
     differing = sorted(known ^ found)
     if version != FORMAT_VERSION or differing:
-        fault = f" with other fields ({', '.join(differing)})" if version == FORMAT_VERSION else ""
+        fault = f" with other fields ({listed(differing)})" if version == FORMAT_VERSION else ""
         raise UserError(
-            f"{checkpoint} has format version {version}{fault}, but this code reads version {FORMAT_VERSION}: "
+            f"{checkpoint} has format version {version!r:.9}{fault}, but this code reads version {FORMAT_VERSION}: "
             f"use the code that saved it, or begin a new run"
         )
-    parts = {part: kind(**content[part]) for part, kind in NESTED.items()}
-    return RunState(**content | parts)
+    with reading(file):
+        return RUN_STATE.validate_python(content)
 
 
 def note_changes(config: Config, checkpoint: Path, then: Origin) -> list[str]:

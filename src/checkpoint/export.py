@@ -2,7 +2,6 @@
 
 import contextlib
 import shlex
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from src.checkpoint.files import incomplete_path, make_readable, step_of
+from src.checkpoint.files import discard, incomplete_path, make_readable, new_folder, planted, step_of
 from src.checkpoint.store import best_first, first_valid, score_at
 from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
-from src.config.errors import RunError, explained
+from src.config.errors import RunError, explained, refuse
 from src.config.settings import write_yaml
 from src.config.terminal import masked, say
 from src.tasks.base import Cards, Metrics, Task, Tensors
@@ -70,15 +69,15 @@ def replacing(folder: Path) -> Iterator[Path]:
     incomplete = incomplete_path(place)
     try:
         with explained(f"{folder} cannot be written, ", (OSError, SafetensorError), RunError):
-            shutil.rmtree(incomplete, ignore_errors=True)
-            incomplete.mkdir(parents=True)
+            refuse(planted(folder))
+            new_folder(incomplete)
             yield incomplete
             for file in incomplete.rglob("*.safetensors"):
                 make_readable(file)
-            shutil.rmtree(place, ignore_errors=True)
+            discard(place)
             incomplete.rename(place)
     finally:
-        shutil.rmtree(incomplete, ignore_errors=True)
+        discard(incomplete)
 
 
 def export_weights(task: Task, model: nn.Module, weights: Tensors, folder: Path) -> Cards:

@@ -11,10 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from pydantic import JsonValue, TypeAdapter
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.errors import naming
+from src.config.errors import RunError, explained, naming, refuse
 from src.config.settings import read_yaml
 from src.config.terminal import say
 
@@ -22,8 +23,12 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
 """Prefix of names of files and folders that are being written or deleted. A crash leaves them behind."""
+MOST_BYTES = 2**28
+"""Most bytes of a file, or of a line of metrics.jsonl, that are parsed. state.json grows to some MB in a long run."""
 Json = dict[str, Any]
 """A JSON object."""
+JSON_OBJECT = TypeAdapter(dict[str, JsonValue])
+"""Refuses what is nested deeper than 255 levels, which code that follows would not survive."""
 say_once = cache(say)
 
 
@@ -32,25 +37,40 @@ def is_number(value: Any) -> TypeGuard[float]:  # room: report examples
     return isinstance(value, int | float) and abs(value) < 1e308
 
 
+def reading(file: Path) -> contextlib.AbstractContextManager[None]:
+    """Turn whatever is found wrong with a file's contents into a RunError that names it."""
+    return explained(f"{file} is damaged: ", raises=RunError)
+
+
+def read_regular(file: Path) -> bytes:
+    """Return the contents of a file. Raise a ValueError if it is a link, a pipe or device, on which a reader would
+    wait, or larger than MOST_BYTES."""
+    if file.stat().st_size > MOST_BYTES or file.is_symlink() or not file.is_file():
+        raise ValueError
+    return file.read_bytes()
+
+
 def json_object(content: str | bytes) -> Json:
     """Return a JSON object; an empty one if the content is anything else."""
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(ValueError, RecursionError):
+        return JSON_OBJECT.validate_python(json.loads(content))
+    return {}
 
 
 def read_json(file: Path) -> Json:
-    """Return the JSON object in a file; an empty one if there is none."""
-    return json_object(file.read_bytes()) if file.exists() else {}
+    """Return the JSON object in a file, whoever wrote it; an empty one if there is none."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        return json_object(read_regular(file))
+    return {}
 
 
 def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
     """Yield each record of metrics.jsonl, if the file exists. Yield an empty one for a damaged line, but none for a
     last line that a kill cut short."""
-    with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
-        for line in stream:
+    if not file.is_file():
+        return
+    with file.open("rb") as stream:
+        for line in iter(lambda: stream.readline(MOST_BYTES), b""):
             record = json_object(line)
             if is_number(record.get("step")):
                 yield record
@@ -60,11 +80,9 @@ def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
 
 def saved_settings(folder: Path) -> Json:
     """Return the settings of the run in an output folder; an empty object if there are none."""
-    try:
-        saved = read_yaml((folder / "config.yaml").read_bytes())
-    except (OSError, UnicodeDecodeError, YAMLError):
-        return {}
-    return json_object(json.dumps(saved, default=str))
+    with contextlib.suppress(OSError, ValueError, YAMLError):
+        return json_object(json.dumps(read_yaml(read_regular(folder / "config.yaml")), default=str))
+    return {}
 
 
 def parent_checkpoint(config: Config) -> Path | None:
@@ -78,7 +96,7 @@ def parent_checkpoint(config: Config) -> Path | None:
 
 def is_checkpoint_name(name: str) -> bool:
     """Return whether a folder of this name is a checkpoint, unlike a copy of one named step_00000500.bak."""
-    return re.fullmatch(r"step_\d{8,}", name) is not None
+    return re.fullmatch(r"step_[0-9]{8,}", name) is not None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -130,7 +148,8 @@ def write_json(file: Path, content: Any) -> None:
 def write_text(file: Path, text: str) -> None:
     """Write the file whole or not at all, no matter when the process or the machine stops."""
     incomplete = incomplete_path(file)
-    with naming(incomplete), incomplete.open("wb") as stream:
+    discard(incomplete)
+    with naming(incomplete), incomplete.open("xb") as stream:
         stream.write(text.encode())
         stream.flush()
         os.fsync(stream.fileno())
@@ -157,7 +176,29 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def planted(path: Path) -> Iterator[str]:
+    """Yield an error line if this is a link that neither this user nor root has made: it may lead to a folder of
+    another user's choice."""
+    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
+        yield f"cannot write to {path}, another user's link: remove it"
+
+
+def discard(path: Path) -> None:
+    """Delete a folder, a file or a link, but not what the link leads to."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def new_folder(folder: Path) -> None:
+    """Make an empty folder, in place of what a crash or another user left there. Raise a UserError or an OSError if
+    that cannot be."""
+    refuse(planted(folder.parent))
+    discard(folder)
+    folder.mkdir(parents=True)
+
+
 def remove_incomplete(checkpoints: Path) -> None:
     """Delete what crashes left behind."""
     for path in checkpoints.glob(f"{INCOMPLETE}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        discard(path)

@@ -9,7 +9,6 @@ publishes them, and at the next start each machine fetches the whole checkpoint.
 """
 
 import os
-import shutil
 from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -23,9 +22,11 @@ from src.checkpoint.compatibility import read_state
 from src.checkpoint.files import (
     INCOMPLETE,
     MANIFEST,
+    discard,
     incomplete_path,
     is_checkpoint_name,
     list_checkpoints,
+    new_folder,
     remove_incomplete,
     step_of,
     write_text,
@@ -82,14 +83,15 @@ class Mirror:
             if is_there and is_first:
                 remove_incomplete(checkpoint.parent)
                 incomplete = incomplete_path(checkpoint)
+                new_folder(incomplete)
                 self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
                 metrics, saved = self._config.folder / "metrics.jsonl", (incomplete / "metrics.jsonl").read_bytes()
                 is_continued = metrics.exists() and metrics.read_bytes().startswith(saved)
                 # before the checkpoint, which would not be fetched again without its log
                 if accelerator.is_main_process and not is_continued:
                     quarantine(metrics)
-                    write_text(metrics, saved.decode())
-                shutil.rmtree(checkpoint, ignore_errors=True)
+                    write_text(metrics, saved.decode(errors="replace"))
+                discard(checkpoint)
                 incomplete.rename(checkpoint)
         if is_there and accelerator.is_main_process:
             say(f"fetched from {self.url}/{checkpoint.name}")

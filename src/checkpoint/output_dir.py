@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.checkpoint.files import list_checkpoints, read_json, saved_settings
+from src.checkpoint.files import list_checkpoints, planted, read_json, saved_settings
 from src.config.config import LENGTH_SETTINGS, Config, changed_settings
-from src.config.errors import UserError
+from src.config.errors import UserError, explained
 from src.config.terminal import say
 from src.distributed.process import SIGNALS
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
 """Files of a run in its output folder, except status.json, which even a run preempted at its start leaves."""
+LOCK = ".lock"
 ANOTHER_PLACE = "choose another --run_name or --output_dir"
 PATIENCE_SECONDS = 40
 """A little longer than a launcher gives its processes to end."""
@@ -28,9 +29,6 @@ def folder_errors(config: Config, found: list[Path] | None = None) -> Iterator[s
     checkpoints there and in its mirror; None: not known yet, so the folder may lack anything that a mirror has."""
     folder = config.folder
     try:
-        if any(len(os.fsencode(part)) > 255 for part in folder.parts):
-            yield f"output_dir={folder}: a name in it is longer than 255 bytes; {ANOTHER_PLACE}"
-            return
         # a copy of the project may have no mirrors
         is_known = found is not None or not getattr(config.checkpoint, "mirror", None)
         if config.mode != "check" and is_known:
@@ -85,11 +83,13 @@ def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
 
 def _write_errors(folder: Path) -> Iterator[str]:
     """Yield an error line for each path that is not writable."""
-    parents, own = folder.absolute().parents, [folder / name for name in RUN_FILES]
+    parents, own = folder.absolute().parents, [folder / name for name in (*RUN_FILES, "profile", "tensorboard")]
     for path in (*parents, folder, *own, *folder.glob("checkpoints/step_*")):
         if path.is_symlink() and not path.exists():
             target = os.readlink(path)
             yield f"output_dir={folder}: {path} is a broken link to {target}: mount the disk or create the folder"
+        elif path not in parents:  # which the user has named
+            yield from (f"output_dir={folder}: {line}" for line in planted(path))
     parent = next(path for path in (folder, *parents) if os.path.exists(path))
     if not parent.is_dir():
         yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
@@ -98,8 +98,8 @@ def _write_errors(folder: Path) -> Iterator[str]:
         try:
             if path.is_dir():
                 tempfile.TemporaryFile(dir=path).close()
-            elif path.exists():
-                path.open("ab").close()
+            elif path.exists():  # a link would lead elsewhere, and a pipe would make the run wait
+                os.close(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
         except OSError as error:
             yield f"output_dir={folder}: cannot write to {path}, {error.strerror}; choose another --output_dir"
 
@@ -114,23 +114,30 @@ def claim(folder: Path) -> None:
 
 def lock(folder: Path) -> None:
     """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
-    after PATIENCE_SECONDS."""
-    if not folder.exists():
+    after PATIENCE_SECONDS, or the file that is locked is a link or another user's."""
+    if not os.path.exists(folder):
         atexit.register(_delete_if_empty, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
+    file = folder / LOCK
     for second in range(PATIENCE_SECONDS):
+        with explained(f"output_dir={folder}: cannot be locked, ", OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            # not the folder itself, which whoever may read it could lock
+            descriptor = os.open(file, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
         except BlockingIOError:
             if SIGNALS.name:  # without a status.json, which belongs to the other process
                 SIGNALS.die()
             if second == 0:
                 say(f"{folder}: another process is still writing this run; waiting for it to end")
+            os.close(descriptor)
+            time.sleep(1)
+            continue
         except OSError:  # a file system without locks
+            pass
+        if os.fstat(descriptor).st_nlink:  # else whoever held the lock has deleted it
+            atexit.register(file.unlink, missing_ok=True)
             return
-        time.sleep(1)
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
 
 

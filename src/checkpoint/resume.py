@@ -108,8 +108,8 @@ def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumeP
     done = "skipped and set aside" if config.saves else "skipped"
     notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
     notes += note_changes(config, checkpoint, state.origin)
-    watched, watches = state.origin.settings["early_stopping"], config.early_stopping
-    if (watched["metric"], watched["mode"]) != (watches.metric, watches.mode):
+    watched, watches = dict(flatten(state.origin.settings)), config.early_stopping
+    if (watched.get("early_stopping.metric"), watched.get("early_stopping.mode")) != (watches.metric, watches.mode):
         state.progress.best = None
         state.progress.evaluations_without_gain = 0
     point = ResumePoint(checkpoint=checkpoint, state=state, notes=notes, command=command)

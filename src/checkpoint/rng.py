@@ -1,12 +1,13 @@
 """Save and restore the random number generators of a process, which dropout and a task's own code draw from."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from src.checkpoint.files import read_json, reading
 
 
 def random_file(rank: int) -> str:
@@ -28,14 +29,17 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(file: Path, device: torch.device) -> None:
-    """Restore the generators from a JSON file written from `random_state`."""
-    state = json.loads(file.read_bytes())
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(_from_hex(state["torch"]))
-    if device.type in state:
-        torch.get_device_module(device).set_rng_state(_from_hex(state[device.type]))
+    """Restore the generators from a JSON file written from `random_state`. Raise a RunError if it is not one."""
+    state = read_json(file)
+    with reading(file):
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss and float(gauss)))
+        if not 0 <= state["numpy"][2] <= 624:  # the next word: numpy would read behind them
+            raise IndexError("numpy")
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(_from_hex(state["torch"]))
+        if device.type in state:
+            torch.get_device_module(device).set_rng_state(_from_hex(state[device.type]))
 
 
 def _hex(state: torch.Tensor) -> str:

@@ -1,14 +1,13 @@
 """Where the checkpoints of a run are, which is the newest valid one, and which ones to keep."""
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from src.checkpoint.files import INCOMPLETE, Json, list_checkpoints, publish, step_of
+from src.checkpoint.files import INCOMPLETE, Json, discard, list_checkpoints, publish, step_of
 from src.checkpoint.integrity import Damaged, problems
 from src.config.config import Config
 from src.config.groups import Checkpoint
@@ -53,12 +52,8 @@ class Store:
         whole = [path for path in list_checkpoints(self._own) if not any(problems(path, contents=False))]
         kept = [*chosen(whole, self._config.checkpoint, evaluations), self.mirror and self.mirror.copying]
         for path in whole:
-            if path in kept:
-                continue
-            if path.is_symlink():  # the user moved the folder to another disk
-                path.unlink()
-            else:
-                shutil.rmtree(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
+            if path not in kept:
+                discard(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
 
 
 def first_valid(accelerator: Accelerator, candidates: list[Path], store: Store) -> tuple[Path | None, Damaged]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from src.checkpoint.files import reading
 from src.config.errors import UserError, listed
 from src.distributed.accelerator import num_replicas
 from src.tasks.base import Tensors
@@ -101,8 +102,10 @@ class StorageReader(HuggingFaceStorageReader):
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, Any]:
-    """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in a checkpoint, from file headers."""
-    return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+    """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in a checkpoint, from file headers. Raise a
+    RunError if one cannot be read."""
+    with reading(checkpoint / "shard-*.safetensors"):
+        return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
 
 def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:

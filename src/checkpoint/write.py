@@ -1,7 +1,6 @@
 """Save while training continues: copy the tensors, and write the copy in the background."""
 
 import json
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.files import MANIFEST, STATE, file_facts, incomplete_path, sync, write_json, write_text
+from src.checkpoint.files import (
+    MANIFEST,
+    STATE,
+    discard,
+    file_facts,
+    incomplete_path,
+    new_folder,
+    sync,
+    write_json,
+    write_text,
+)
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.status import write_unfinished
 from src.checkpoint.tensors import rank_state_dict, run_tensors
@@ -102,8 +111,7 @@ class CheckpointWriter:
             self.newest = writer.checkpoint
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         if self._run.accelerator.is_local_main_process:
-            if writer.folder.exists():  # it was not published on this machine
-                shutil.rmtree(writer.folder, ignore_errors=True)
+            discard(writer.folder)  # if it was not published on this machine
             if not self._run.store.is_shared:
                 self._run.store.rotate(writer.state.progress.evaluations)  # fetched checkpoints
 
@@ -126,6 +134,12 @@ class StorageWriter(HuggingFaceStorageWriter):
         self.folder = incomplete_path(checkpoint)
         super().__init__(str(self.folder), save_distributed=True)
         self._run, self._random = run, random_state(run.device)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder, before any process writes: DCP's own follows a link, and takes what is there."""
+        if self._run.is_main or (self._run.accelerator.is_local_main_process and not self._run.store.is_shared):
+            new_folder(self.folder)
+        return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this process's shard and random state; return their manifest entries as one result. Unlike DCP's own,

@@ -249,7 +249,7 @@ def load_config(
     return load_config(argv, tasks, place_errors)
 
 
-@explained("not the settings of a run: ", (KeyError, ValidationError))
+@explained("not the settings of a run: ", (KeyError, TypeError, ValidationError))
 def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
     """Return the settings saved in a checkpoint or config.yaml. `tasks` is as for `load_config`.
 

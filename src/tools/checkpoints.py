@@ -27,7 +27,7 @@ def print_line(path: Path, contents: bool) -> bool:
         say(f"{path}  DAMAGED: {wrong}")
         return False
     state = read_state(path)
-    size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+    size = sum(file.lstat().st_size for file in path.iterdir()) / 1e6
     saved = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime)
     say(
         f"{path}  {size:,.1f} MB  {saved:%Y-%m-%d %H:%M}  {state.origin.strategy} x {state.origin.num_processes}",

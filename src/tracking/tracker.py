@@ -9,9 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from src.checkpoint.files import json_text, parent_checkpoint, saved_settings, write_json, write_text
+from src.checkpoint.files import json_text, parent_checkpoint, planted, saved_settings, write_json, write_text
 from src.checkpoint.status import write_status, write_stopped, write_unfinished
-from src.config.errors import naming
+from src.config.errors import naming, refuse
 from src.config.settings import write_yaml
 from src.config.terminal import bar, masked, say
 from src.distributed.accelerator import peak_memory
@@ -48,7 +48,8 @@ class Tracker:
         """Open metrics.jsonl, truncated to its length at the checkpoint that the run resumes from."""
         own = self._run.resume.own_state(self._run.config)
         saved = own.metrics_bytes if own else 0
-        self._metrics = (self.folder / "metrics.jsonl").open("ab+")
+        refuse(planted(file := self.folder / "metrics.jsonl"))
+        self._metrics = file.open("ab+")
         size = self._metrics.seek(0, os.SEEK_END)
         self._length = self._metrics.seek(min(saved, size))
         # keep an evaluation that came too late for its step's checkpoint, until a new one replaces it

@@ -5,10 +5,11 @@ import time
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Annotated, NamedTuple, NoReturn
 
 import torch
 from accelerate import Accelerator
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from src.config.config import Config, metric_errors
@@ -22,7 +23,11 @@ SMALLEST_LOSS_SCALE = 2.0**-24
 """The initial loss scale, halved 40 times. At this scale an overflow counts as a bad step."""
 GROWTH_INTERVAL = 2000
 """Consecutive finite steps after which the loss scale is doubled."""
-Evaluations = dict[int, Metrics]
+LIMITS = Field(ge=0, lt=2**63)
+"""Of numbers in state.json, which strangers may have written: JSON has larger ones, which no float can hold."""
+Count = Annotated[int, LIMITS]
+Seconds = Annotated[float, LIMITS]
+Evaluations = dict[Count, dict[str, Count | float]]
 """Each evaluation's metrics, by the step that it followed."""
 
 
@@ -70,27 +75,27 @@ class Progress:
     # Every field is saved in state.json, which preserves floats bit for bit. So are the unfinished interval's sums:
     # without them, the first line logged after a resume would differ from an uninterrupted run's.
 
-    step: int = 0
+    step: Count = 0
     """Optimizer steps taken, skipped ones included. With the seed, it determines which examples come next."""
-    skipped: int = 0
+    skipped: Count = 0
     """Steps that were skipped because their gradients were non-finite."""
-    skipped_in_a_row: int = 0
-    loss_scale: float = 2.0**16
+    skipped_in_a_row: Count = 0
+    loss_scale: PositiveFloat = 2.0**16
     """Factor that the loss is multiplied by in fp16; 1.0 in other precisions."""
-    finite_in_a_row: int = 0
+    finite_in_a_row: Count = 0
     """Steps since the last non-finite one."""
-    interval_start: int = 0
+    interval_start: Count = 0
     """The last step before this interval."""
     interval_loss: float = 0.0
     """Sum of the loss in this interval, over the targets of all processes."""
     interval_targets: float = 0.0
     interval_counts: Counts = field(default_factory=dict)
     """Counts in this interval over all processes, including steps with a non-finite loss."""
-    interval_seconds: float = 0.0
+    interval_seconds: Seconds = 0.0
     """Time in this interval, without evaluations."""
-    training_seconds: float = 0.0
+    training_seconds: Seconds = 0.0
     """Time before this interval, without evaluations."""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     """Time since the first step, with evaluations, but without the time in which the run was stopped."""
     counted: Counts = field(default_factory=dict)
     """Counts before this interval."""
@@ -99,11 +104,10 @@ class Progress:
     evaluations: Evaluations = field(default_factory=dict)
     best: float | None = None
     """The best score so far, for early stopping."""
-    evaluations_without_gain: int = 0
+    evaluations_without_gain: Count = 0
 
     def __post_init__(self) -> None:
-        # JSON's keys are strings
-        self.evaluations = {int(step): results for step, results in self.evaluations.items()}
+        self.evaluations = {**self.evaluations}  # a copy, which a later evaluation does not change
         # not a field, so not saved: these have been read wherever a checkpoint is due (Run.is_read_due)
         self._unread: list[StepResult] = []
         self.start_clock()

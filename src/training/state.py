@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from src.config.config import Config
-from src.training.progress import Progress
+from src.training.progress import Count, Progress
 
 FORMAT_VERSION = 5
 """Increment with every change to the files, RunState or Progress. Checkpoints of other versions are refused."""
@@ -16,9 +16,9 @@ class Origin:
     """The inputs of a run. Each checkpoint saves them, and a resuming run compares them with its own."""
 
     settings: dict[str, Any]
-    examples: int
+    examples: Count
     """Number of training examples."""
-    schedule_steps: int
+    schedule_steps: Count
     """Optimizer steps that the learning-rate schedule spans."""
     fingerprints: list[str]
     """Fingerprints of the training set and the evaluation set."""
@@ -28,7 +28,7 @@ class Origin:
     """L2 norm of the frozen parameters."""
     strategy: str
     precision: str
-    num_processes: int
+    num_processes: Count
     versions: dict[str, str]
     """Versions of the libraries whose results may be rounded differently by another version."""
 
@@ -40,7 +40,7 @@ class RunState:
     format_version: int = FORMAT_VERSION
     progress: Progress
     origin: Origin
-    metrics_bytes: int = 0
+    metrics_bytes: Count = 0
     """Length of metrics.jsonl."""
     run_id: str | None = None
     """The id under which trackers resume the run."""

@@ -86,7 +86,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "die before publication": lambda: before(
         store, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
     ),
-    "die in rotation": lambda: before(files.shutil, "rmtree", lambda *_, **__: die()),
+    "die in rotation": lambda: before(
+        files.shutil, "rmtree", lambda path, **_: die() if "deleted_" in str(path) else None
+    ),
     "slow save": lambda: in_the_save(3),
     "stuck save": lambda: in_the_save(10_000),
     "lost while they meet": lambda: before(src.distributed.accelerator, "find_launcher", wait_in_cpp),

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from src.checkpoint.files import file_facts
+from src.checkpoint.output_dir import LOCK
 from src.checkpoint.resume import find_checkpoint
 from src.checkpoint.tensors import read_tensors, saved_tensors
 from src.config.errors import UserError
@@ -38,7 +39,9 @@ ORIGIN = Origin(
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+    """Without the lock, which this process keeps until it ends."""
+    paths = (path for path in folder.rglob("*") if path.name != LOCK)
+    return {path: path.read_bytes() if path.is_file() else b"" for path in paths}
 
 
 def checkpoints(folder: Path) -> list[int]:
