@@ -22,7 +22,7 @@ from src.tasks.text import files, model, reading
 from src.tasks.text.chats import CHATML, MOST_MESSAGES, ChatEncoder, render_chat, with_date
 from src.tasks.text.reading import ShardReader, row_ranges
 from src.tasks.text.tokenizing import byte_tokenizer
-from src.tools.generate import main as generate
+from src.tools.generate import main as generate  # room: tools
 from tests.text import tiny
 from train import run_settings
 
@@ -75,7 +75,7 @@ BRINGS = {"a tokenizer": {"tokenizer_config.json": TOKENIZER}, "a model": {"conf
 
 
 @pytest.mark.parametrize("changes", BRINGS.values(), ids=BRINGS)
-def test_generate_asks_nobody_whether_to_run_a_models_code(
+def test_generate_asks_nobody_whether_to_run_a_models_code(  # room: tools
     models: Path, changes: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor that of the base of adapters. The answer would come from its prompts. Tried without trust_remote_code=False:
@@ -200,7 +200,7 @@ def test_a_config_of_endless_layers_is_refused(
     assert line(error).startswith(says)
     if fields:
         with pytest.raises(UserError, match=r"^not a language model: .*10,000,000, but no model has more than 10,000$"):
-            generate(["llama"])
+            model.load_exported(Path("llama"))
 
 
 def test_a_pattern_that_would_match_for_years_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
