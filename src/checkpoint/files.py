@@ -177,9 +177,9 @@ def sync(path: Path) -> None:
 
 
 def planted(path: Path) -> Iterator[str]:
-    """Yield an error line if this is a link that neither this user nor root has made: it may lead to a folder of
-    another user's choice."""
-    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
+    """Yield an error line if this is a link that another user has made in someone else's folder: it may lead to a
+    place of that user's choice. The rule is that of Linux's protected_symlinks."""
+    if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid(), path.parent.stat().st_uid):
         yield f"cannot write to {path}, another user's link: remove it"
 
 
