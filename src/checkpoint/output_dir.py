@@ -91,12 +91,9 @@ def _write_errors(folder: Path) -> Iterator[str]:
         elif path not in parents:  # which the user has named
             yield from (f"output_dir={folder}: {line}" for line in planted(path))
     parent = next(path for path in (folder, *parents) if os.path.exists(path))
-    if not parent.is_dir():
-        yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
-        return
     for path in (parent, *own):  # some may belong to another user
         try:
-            if path.is_dir():
+            if path.is_dir() or path == parent:
                 tempfile.TemporaryFile(dir=path).close()
             elif path.exists():  # a link would lead elsewhere, and a pipe would make the run wait
                 os.close(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
