@@ -56,12 +56,16 @@ def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> R
     """Find the newest valid checkpoint in the output folder or else the one to branch off from. Collective.
 
     Raises:
-        UserError: no checkpoint is valid, or changed settings make this a different run.
+        UserError: the run must not write into its output folder, no checkpoint is valid, or changed settings make this
+            a different run.
     """
     point = ResumePoint()
     if config.mode != "check":
         if accelerator.is_main_process and config.saves:
-            _take_folder(config, store)
+            claim(config.folder)
+            # check again: whoever held the lock may have written there
+            refuse(folder_errors(config, store.candidates()))
+            remove_incomplete(config.folder / "checkpoints")
         checkpoint, damaged = _choose(accelerator, config, store)
         point = _judge(config, checkpoint, damaged)
         if accelerator.is_main_process:
@@ -69,14 +73,6 @@ def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> R
     if not point.is_finished:
         answer_at_start(config, point, accelerator.is_main_process)
     return point
-
-
-def _take_folder(config: Config, store: Store) -> None:
-    """Lock the output folder for this run, and clean it up. Raise a UserError if the run must not write there."""
-    claim(config.folder)
-    # check again: whoever held the lock may have written there
-    refuse(folder_errors(config, store.candidates()))
-    remove_incomplete(config.folder / "checkpoints")
 
 
 def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Path | None, Damaged]:
