@@ -9,6 +9,7 @@ publishes them, and at the next start each machine fetches the whole checkpoint.
 """
 
 import os
+from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -49,8 +50,6 @@ class Mirror:
         self._config, self._own = config, config.folder / "checkpoints"
         self._accepted = Callback()
         """Counts the files, or parts of files, that the mirror has accepted."""
-        self._copier = ThreadPool(1)
-        """The copying thread. It does not keep the process from ending, even if it hangs."""
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{config.folder_name}"
         probe = f"{INCOMPLETE}{os.urandom(8).hex()}"
         with explained(f"checkpoint.mirror={config.checkpoint.mirror}: "):
@@ -63,6 +62,11 @@ class Mirror:
             (self._own / probe).mkdir(parents=True)  # deleted with what crashes have left behind
         (of_main,) = broadcast_object_list([probe])
         self.is_disk_shared = all(gather_object([(self._own / of_main).exists()]))
+
+    @cached_property
+    def _copier(self) -> ThreadPool:
+        """The copying thread. It does not keep the process from ending, even if it hangs."""
+        return ThreadPool(1)
 
     def checkpoints(self, having: str = MANIFEST) -> list[Path]:
         """Return the checkpoints that have such a file in the mirror, newest first; by default, the complete ones."""

@@ -26,7 +26,6 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import SGD
 
@@ -35,7 +34,7 @@ from src.config.environment import LaunchEnvironment, processes
 from src.config.errors import UserError, explained, refuse
 from src.distributed.cpu import tune_for_cpu
 from src.distributed.launcher import Launcher, find_launcher, launch_errors, refuse_another_strategy
-from src.distributed.process import SIGNALS, exit_codes
+from src.distributed.process import SIGNALS
 from src.tasks.base import ContextParallel
 
 for harmless in (
@@ -281,12 +280,6 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
     else:
         peak = torch.accelerator.max_memory_allocated()
     return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
-
-
-def entry_point(main: Callable[[], None]) -> Callable[[], Any]:
-    """Decorate the main function of train.py: turn errors into exit codes, and show the first failure's traceback in
-    the launcher's table."""
-    return record(exit_codes()(main))
 
 
 def machine_differences(reports: list[Any]) -> Iterator[str]:

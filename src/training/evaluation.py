@@ -37,11 +37,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def evaluate_batches(
-    task: Task,
-    model: nn.Module,
-    batches: Iterable[MicroBatch],
-    device: torch.device,
-    stop: StopSignal | None = None,
+    task: Task, model: nn.Module, batches: Iterable[MicroBatch], device: torch.device, stop: StopSignal | None = None
 ) -> Scores | None:
     """Return the scores of this process's batches, or None if the run was stopped meanwhile."""
     # Sum and count: a mean of batch means is wrong if the last batch is smaller. Use float64, as fp32 stops counting at

@@ -116,7 +116,7 @@ def test_settings_that_contradict_each_other_are_named_without_loading_anything(
     new = ("--task.name=causal_lm", "--task.streaming=true", *tiny.NEW_LLAMA)
     mix = "--task.sources=[{{dataset: a, weight: {}}}, {{dataset: b.jsonl}}]"
     for arguments, expected in (
-        ([mix.format(0)], "--task.sources=*: must be greater than 0"),
+        ([mix.format(0)], "task.sources: a has a weight of 0: remove it, or give it a weight"),
         ([mix.format(1), "--task.dataset=a"], "task.dataset and task.sources: set one, a single dataset or a mixture"),
         (["--task.sources=[{dataset: no.jsonl}]"], "task.dataset=no.jsonl: no such file or folder"),
     ):

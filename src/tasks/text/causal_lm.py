@@ -19,13 +19,7 @@ from src.tasks.base import Counts, Tables, Tensors
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
 from src.tasks.text.context_parallel import own_part, register
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
-from src.tasks.text.model import (
-    Decoder,
-    add_rows,
-    add_tokens,
-    keep_layout,
-    load_exported,
-)
+from src.tasks.text.model import Decoder, add_rows, add_tokens, keep_layout, load_exported
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
 from src.tasks.text.reading import ROW, Encoder, Encoders, as_is, as_text
 from src.tasks.text.settings import CausalLMSettings

@@ -225,8 +225,7 @@ def index_json(file: BufferedReader, start: int, _names: list[str]) -> Index:
     other JSON."""
     if file.peek(GROUP_ROWS).lstrip()[:1] != b"[":
         rows, groups = _first_rows_and_groups(file, start)
-        is_one = sum(group.rows for group in groups) == 1
-        if groups and (not any(rows) or (is_one and all(isinstance(v, dict | list) for v in rows[0].values()))):
+        if groups and (len(rows) == 1 or not any(rows)):
             raise ValueError(NO_ROWS)
         return Index(_keys(rows), groups)
     data = file.read()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from src.config.groups import Fraction
 from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings
@@ -19,7 +19,7 @@ class MixtureSource(Settings):
 
     dataset: str = ""
     dataset_config: str | None = None
-    weight: PositiveFloat = 1.0
+    weight: NonNegativeFloat = 1.0
     max_epochs: PositiveInt = 1
 
 
@@ -108,6 +108,9 @@ class TextSettings(TaskSettings):
                 yield "task.eval_from=all: streaming holds out the last rows; unset one of the two"
             if self.sources and self.dataset:
                 yield "task.dataset and task.sources: set one, a single dataset or a mixture"
+            for source in self.sources:
+                if not source.weight:
+                    yield f"task.sources: {source.dataset} has a weight of 0: remove it, or give it a weight"
         for part in self.parts:
             path = Path(part.dataset)
             is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.dataset)
