@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 
 from src.config.errors import RunError, UserError
-from src.config.terminal import say, spare_terminals, visible
+from src.config.terminal import say, visible
 
 GRACE_SECONDS = 5.0
 """Seconds to wait before reporting an error that may only be a symptom of another process's failure: meanwhile, the
@@ -116,7 +116,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     On each machine the first process prints the message; another does only if it alone failed. A process that merely
     lost its peers leaves the message to the one that failed.
     """
-    spare_terminals()
+    for stream in (sys.stdout, sys.stderr):  # not every terminal can encode all characters
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper
     rank, is_first_here = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         try:

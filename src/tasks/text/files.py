@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 import pyarrow as pa
 from datasets import Features, load_dataset_builder
-from huggingface_hub import constants, metadata_load
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import get_session
 from pyarrow import parquet
@@ -71,15 +71,6 @@ def by_split(files: Iterable[str]) -> Splits:
         if named := SPLIT_WORD.findall(" ".join(words).lower()):
             splits.setdefault(SPLITS[named[-1]], []).append(file)  # train_test_split_test.csv
     return splits or {"train": files}
-
-
-def declared_splits(folder: str, config: str | None) -> Splits | None:
-    """Return a folder's files by split, as its dataset card declares them: a folder from `hf download` may have several
-    configurations. None if there is no card, or it declares none."""
-    card = Path(folder, "README.md")
-    if not card.is_file() or "configs" not in (metadata_load(card) or {}):
-        return None
-    return splits_of(folder, config)
 
 
 def splits_of(dataset: str, config: str | None) -> Splits:
