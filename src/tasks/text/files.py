@@ -166,13 +166,7 @@ class Parsed(NamedTuple):
 
 
 def index_lines(file: BufferedReader, start: int, _names: list[str]) -> Index:
-    """Index a .jsonl file, ignoring blank lines."""
-    rows, groups = _first_rows_and_groups(file, start)
-    return Index(_keys(rows), groups)
-
-
-def _first_rows_and_groups(file: BufferedReader, start: int) -> tuple[list[Any], list[Group]]:
-    """Return the rows in the first lines, and all groups."""
+    """Index a .jsonl file, ignoring blank lines. Its columns are those of the first lines."""
     head: list[bytes] = []
 
     def records() -> Iterator[RecordSize]:
@@ -182,7 +176,7 @@ def _first_rows_and_groups(file: BufferedReader, start: int) -> tuple[list[Any],
             yield len(line), 1, bool(line.strip(b" \t\r\n"))
 
     groups = grouped(records(), start)
-    return parse_lines(b"".join(head)).rows, groups
+    return Index(_keys(parse_lines(b"".join(head)).rows), groups)
 
 
 def _keys(rows: list[Any]) -> list[str]:
@@ -211,18 +205,17 @@ def _add(parsed: Parsed, row: Any, reason: str = "") -> None:
     parsed.rows.append(row)
 
 
-def index_json(file: BufferedReader, start: int, _names: list[str]) -> Index:
+def index_json(file: BufferedReader, start: int, names: list[str]) -> Index:
     """Index a .json file: a list of objects, which is read whole, or one object per line. Raise a ValueError for any
     other JSON."""
     if file.peek(GROUP_ROWS).lstrip()[:1] != b"[":
-        rows, groups = _first_rows_and_groups(file, start)
-        if groups and (len(rows) == 1 or not any(rows)):
+        index = index_lines(file, start, names)
+        if index.groups and (index.groups[0].rows == 1 or not index.columns):
             raise ValueError(NO_ROWS)
-        return Index(_keys(rows), groups)
+        return index
     data = file.read()
     rows = parse_json(data, ()).rows
-    groups = [Group(len(rows), len(data), start, start + len(data), 1)] if rows else []
-    return Index(_keys(rows[:GROUP_ROWS]), groups)
+    return Index(_keys(rows[:GROUP_ROWS]), grouped([(len(data), 1, len(rows))], start))
 
 
 def parse_json(data: bytes, columns: Sequence[str]) -> Parsed:
@@ -288,7 +281,7 @@ def parse_table(data: bytes, columns: Sequence[str], **dialect: Any) -> Parsed:
 def index_text(file: BufferedReader, start: int, _names: list[str]) -> Index:
     """Index a .txt file."""
     size = len(file.read())
-    return Index(["text"], [Group(1, size, start, start + size, 1)] if size else [])
+    return Index(["text"], grouped([(size, 1, size > 0)], start))
 
 
 def parse_text(data: bytes, _columns: Sequence[str]) -> Parsed:

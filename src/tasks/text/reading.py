@@ -406,8 +406,7 @@ class TextTask(TextSettings, Task):
         ranges: list[RowRange] | None = None,
     ) -> Dataset:
         """Return the usable rows of a source, or of some parts of it, as a table."""
-        if ranges is None:
-            ranges = row_ranges(source)
+        ranges = ranges or row_ranges(source)
         where = PART_NAMES[part]
         require_columns(columns, source, of.dataset, where)
         table = _read(source, ranges, columns, f"reading {where}")
