@@ -25,7 +25,7 @@ GRACE_SECONDS = 5.0
 launcher ends this process."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
+LAUNCHER_VARIABLES = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}
 """Environment variables that only accelerate's and torch's launchers set, and always do."""
 LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 """Words of their command lines, without folders."""
@@ -170,7 +170,7 @@ def end_with_launcher() -> None:
 
     On SIGKILL and SIGUSR1 launchers leave their processes running; with one process, accelerate's does on any signal.
     """
-    if any(name in os.environ for name in LAUNCHER_VARIABLES):
+    if LAUNCHER_VARIABLES & os.environ.keys():
         end_with_parent()
         atexit.register(end_launcher)  # before all others, and so called last
 
