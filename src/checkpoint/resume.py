@@ -3,6 +3,8 @@
 import contextlib
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -20,7 +22,7 @@ from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
 from src.config.errors import RunError, UserError, refuse
 from src.config.settings import Change, flatten, marked
-from src.distributed.accelerator import Launch, library_versions, num_machines
+from src.distributed.accelerator import Launch, num_machines
 from src.distributed.launcher import resume_command
 from src.distributed.process import COLLECTIVE_FAILED, TIMED_OUT, leave_it_to_others
 from src.tasks.base import Examples
@@ -48,7 +50,7 @@ def origin_of(
         strategy=launch.strategy,
         precision=launch.precision,
         num_processes=launch.num_processes,
-        versions=library_versions(),
+        versions={name: version(name) for name in ("torch", "accelerate", "transformers") if find_spec(name)},
     )
 
 

@@ -93,16 +93,17 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     theirs = ""
     arguments = iter(argv)
     for argument in arguments:
+        is_option = argument.startswith("--")
         name, equals, value = argument.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if argument.startswith("--"):
+        if is_option:
             theirs = name if name in OURS else ""
-        if argument == "--config" or (name == "config" and equals):
+        if is_option and name == "config":
             if file := value if equals else next(arguments, ""):
                 files.append(file)
             else:
                 mistakes.append(f"{argument}: name a yaml file, --config=FILE.yaml")
-        elif argument.startswith("--") and (equals or name in ("check", "dry_run")):
+        elif is_option and (equals or name in ("check", "dry_run")):
             options[name] = value if equals else "true"
         elif theirs:
             options[theirs] = "…"  # its name without a value, or part of its value
@@ -243,11 +244,11 @@ def nearest(name: str, names: list[str]) -> str:
 def _read_file(file: str, mistakes: list[str]) -> Values:
     path = Path(file)
     try:
-        content = read_yaml(path.read_text(encoding="utf-8")) or {}
+        content = read_yaml(path.read_bytes()) or {}
     except FileNotFoundError:
         there = [*map(str, sorted(path.parent.glob("*.yaml")))]
         mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except (OSError, YAMLError) as error:
         mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")
     else:
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):

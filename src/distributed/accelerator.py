@@ -4,7 +4,6 @@ Without a GPU every yaml runs on the CPU instead: the same processes, on gloo, s
 """
 
 import contextlib
-import importlib.metadata
 import os
 import resource
 import sys
@@ -12,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -160,12 +158,6 @@ def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) 
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world_size))  # else the launcher's default, 1, would apply
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of libraries whose results may change, by rounding, between versions."""
-    libraries = ("torch", "accelerate", "transformers")
-    return {name: importlib.metadata.version(name) for name in libraries if find_spec(name)}
 
 
 def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:

@@ -61,8 +61,7 @@ def evaluate_batches(
         # keep nothing of a dummy, and all of any other batch
         for name, output in batch_outputs.items():
             outputs.setdefault(name, []).append(output[: batch.num_examples])
-    joined = {name: torch.cat(of_batches) for name, of_batches in outputs.items()}
-    return Scores(totals, joined)
+    return Scores(totals, {name: torch.cat(of_batches) for name, of_batches in outputs.items()})
 
 
 def evaluate_alone(

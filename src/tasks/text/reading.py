@@ -487,7 +487,7 @@ def _read(source: Source, parts: list[RowRange], columns: Encoders, desc: str) -
                 _, first, last = part
                 # a reason may quote bytes that are not UTF-8
                 said = {row: reason.encode(errors="backslashreplace").decode() for row, reason in bad.items()}
-                reasons = [said.get(row) for row in range(last - first)]
+                reasons = [*map(said.get, range(last - first))]
                 writer.write_table(pa.table({**rows, REASON: reasons}, features.arrow_schema))
                 progress.update(last - first)
             writer.finalize()
