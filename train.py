@@ -16,13 +16,14 @@ if __name__ == "__main__":  # the imports below take seconds: answer signals, --
 
 import torch
 from accelerate.utils import broadcast
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.checkpoint.export import export_model, push_to_hub
 from src.checkpoint.resume import explaining_lost_machine, find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
-from src.distributed.accelerator import build_accelerator, entry_point, leave, num_machines
-from src.distributed.process import collect_only_new_objects
+from src.distributed.accelerator import build_accelerator, leave, num_machines
+from src.distributed.process import collect_only_new_objects, exit_codes
 from src.distributed.stop import StopSignal
 from src.parts import MODES, join_machines, open_store, start_parts
 from src.tasks.task_checks import require_gradients, require_sum
@@ -200,7 +201,8 @@ def build(config: Config) -> Run | None:
     return run
 
 
-@entry_point
+@record  # shows the first failure's traceback in the launcher's table
+@exit_codes()
 def main() -> None:
     config = run_settings(sys.argv[1:])
     collect_only_new_objects()  # nothing was collected since the imports began

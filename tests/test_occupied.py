@@ -74,7 +74,7 @@ def test_an_output_folder_that_cannot_be_written() -> None:
     """/proc is one even for root, who runs CI and may write anywhere else."""
     assert mistakes("--output_dir=/proc/a/b")[0].startswith("output_dir=/proc/a/b: cannot write to /proc, ")
     (line,) = mistakes("--output_dir=/proc/version/x")
-    assert line.endswith("/x: /proc/version is a file, not a folder; choose another --output_dir")
+    assert line.endswith("/x: cannot write to /proc/version, Not a directory; choose another --output_dir")
     with pytest.raises(UserError, match="cannot be locked, .*File name too long"):
         lock(Path("x" * 300))
 

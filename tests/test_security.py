@@ -341,14 +341,13 @@ def test_a_lock_is_gone_with_its_run_and_no_two_hold_it(tmp_path: Path, monkeypa
     monkeypatch.setattr(output_dir, "atexit", atexit)
     file = tmp_path / "run" / ".lock"
     output_dir.lock(file.parent)
-    refused, delete = (call.args for call in atexit.register.call_args_list)
-    assert refused[1] == file.parent
+    ((delete, of),) = (call.args for call in atexit.register.call_args_list)
+    assert of == file
     ends = iter([file.unlink])  # the first run, between opening and locking
     monkeypatch.setattr(fcntl, "flock", lambda *_: next(ends, Mock())())
     output_dir.lock(file.parent)
     assert file.exists()
-    delete[0](missing_ok=True)
-    refused[0](file.parent)
+    delete(file)
     assert not file.parent.exists()
 
 

@@ -43,8 +43,6 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
         wrong = [f"{name} is an unexpected file" for name in sorted(there.keys() - files - {MANIFEST, *RUN_COPIES})]
         # nor may the manifest lead to other folders, links, or pipes, on which whoever reads all shards would wait
         wrong += [f"{name} is missing" for name in files if not there.get(name)]
-        if STATE not in files:
-            wrong.append(f"{STATE} is not in the manifest")
         yield from wrong
         if wrong:
             return

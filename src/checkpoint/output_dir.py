@@ -91,12 +91,9 @@ def _write_errors(folder: Path) -> Iterator[str]:
         elif path not in parents:  # which the user has named
             yield from (f"output_dir={folder}: {line}" for line in planted(path))
     parent = next(path for path in (folder, *parents) if os.path.exists(path))
-    if not parent.is_dir():
-        yield f"output_dir={folder}: {parent} is a file, not a folder; choose another --output_dir"
-        return
     for path in (parent, *own):  # some may belong to another user
         try:
-            if path.is_dir():
+            if path.is_dir() or path == parent:
                 tempfile.TemporaryFile(dir=path).close()
             elif path.exists():  # a link would lead elsewhere, and a pipe would make the run wait
                 os.close(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
@@ -108,15 +105,13 @@ def claim(folder: Path) -> None:
     """Lock an output folder and its checkpoints, if those are on another disk: two runs must not share them either."""
     lock(folder)
     checkpoints = folder / "checkpoints"
-    if checkpoints.is_symlink() and checkpoints.exists():
+    if checkpoints.is_symlink():
         lock(checkpoints)
 
 
 def lock(folder: Path) -> None:
     """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
     after PATIENCE_SECONDS, or the file that is locked is a link or another user's."""
-    if not os.path.exists(folder):
-        atexit.register(_delete_if_empty, folder)
     file = folder / LOCK
     for second in range(PATIENCE_SECONDS):
         with explained(f"output_dir={folder}: cannot be locked, ", OSError):
@@ -136,12 +131,13 @@ def lock(folder: Path) -> None:
         except OSError:  # a file system without locks
             pass
         if os.fstat(descriptor).st_nlink:  # else whoever held the lock has deleted it
-            atexit.register(file.unlink, missing_ok=True)
+            atexit.register(_unlock, file)
             return
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
 
 
-def _delete_if_empty(folder: Path) -> None:
-    """Delete the empty folder that a refused run would leave behind."""
+def _unlock(file: Path) -> None:
+    """Delete the lock's file, and the folder that a refused run would leave behind empty."""
     with contextlib.suppress(OSError):
-        folder.rmdir()
+        file.unlink()
+        file.parent.rmdir()

@@ -3,6 +3,8 @@
 import contextlib
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -20,7 +22,7 @@ from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
 from src.config.errors import RunError, UserError, refuse
 from src.config.settings import Change, flatten, marked
-from src.distributed.accelerator import Launch, library_versions, num_machines
+from src.distributed.accelerator import Launch, num_machines
 from src.distributed.launcher import resume_command
 from src.distributed.process import COLLECTIVE_FAILED, TIMED_OUT, leave_it_to_others
 from src.tasks.base import Examples
@@ -48,7 +50,7 @@ def origin_of(
         strategy=launch.strategy,
         precision=launch.precision,
         num_processes=launch.num_processes,
-        versions=library_versions(),
+        versions={name: version(name) for name in ("torch", "accelerate", "transformers") if find_spec(name)},
     )
 
 
@@ -56,12 +58,16 @@ def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> R
     """Find the newest valid checkpoint in the output folder or else the one to branch off from. Collective.
 
     Raises:
-        UserError: no checkpoint is valid, or changed settings make this a different run.
+        UserError: the run must not write into its output folder, no checkpoint is valid, or changed settings make this
+            a different run.
     """
     point = ResumePoint()
     if config.mode != "check":
         if accelerator.is_main_process and config.saves:
-            _take_folder(config, store)
+            claim(config.folder)
+            # check again: whoever held the lock may have written there
+            refuse(folder_errors(config, store.candidates()))
+            remove_incomplete(config.folder / "checkpoints")
         checkpoint, damaged = _choose(accelerator, config, store)
         point = _judge(config, checkpoint, damaged)
         if accelerator.is_main_process:
@@ -69,14 +75,6 @@ def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> R
     if not point.is_finished:
         answer_at_start(config, point, accelerator.is_main_process)
     return point
-
-
-def _take_folder(config: Config, store: Store) -> None:
-    """Lock the output folder for this run, and clean it up. Raise a UserError if the run must not write there."""
-    claim(config.folder)
-    # check again: whoever held the lock may have written there
-    refuse(folder_errors(config, store.candidates()))
-    remove_incomplete(config.folder / "checkpoints")
 
 
 def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Path | None, Damaged]:

@@ -75,7 +75,8 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
         if optimizers and name.replace("model.", "optimizer.", 1) in stateful:
             create_optimizer_state(parameter, optimizers)
     tensors = run_tensors(model, optimizers)
-    read_tensors(checkpoint, {name: tensor.detach() for name, tensor in tensors.items() if name in saved})
+    found = {name: tensor.detach() for name, tensor in tensors.items() if name in saved}
+    dcp.load(found, storage_reader=StorageReader(str(checkpoint)))
 
 
 def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -> None:
@@ -84,11 +85,6 @@ def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -
     for optimizer in optimizers:
         optimizer.step()  # loading overwrites the state, and any change to the weights
         optimizer.zero_grad()
-
-
-def read_tensors(checkpoint: Path, tensors: Tensors) -> None:
-    """Read the checkpoint's tensors of the same names into `tensors`. Collective."""
-    dcp.load(dict(tensors), storage_reader=StorageReader(str(checkpoint)))
 
 
 class StorageReader(HuggingFaceStorageReader):

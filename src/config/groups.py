@@ -31,14 +31,7 @@ class Optim(Settings):
     """Momentum of sgd and muon."""
     max_grad_norm: PositiveFloat | None = None
     """Global L2 norm to clip gradients to; null: no clipping."""
-    schedule: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "step",
-        "one_cycle",
-        "wsd",
-    ] = "one_cycle"
+    schedule: Literal["constant", "linear", "cosine", "step", "one_cycle", "wsd"] = "one_cycle"
     """Shape of the learning-rate schedule: see lr_at in src/training/optim.py."""
     warmup_steps: NonNegativeFloat = 0.3
     """Steps to reach the peak; a value below 1 is a fraction of the schedule."""

@@ -31,20 +31,19 @@ def lacking(extra: str = "") -> list[str]:
     lines = [line for line in (line.partition("#")[0].strip() for line in asked) if line]
     hint = f"{sys.executable} -m pip install -e '{PROJECT}{f'[{extra}]' if extra else ''}'"
 
-    versions: dict[str, str] = {}
     missing = []
     for line in (*lines, "packaging"):
         name = re.split(r"[^\w.-]", line)[0]
         try:
-            versions[name] = importlib.metadata.version(name)
+            importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
         return [f"not installed: {', '.join(missing)}: {hint}"]
     return [
-        f"{one.name} {versions[one.name]} is installed, and {one} is needed: {hint}"
+        f"{one.name} {version} is installed, and {one} is needed: {hint}"
         for one in map(import_module("packaging.requirements").Requirement, lines)
-        if not one.specifier.contains(versions[one.name], prereleases=True)
+        if not one.specifier.contains(version := importlib.metadata.version(one.name), prereleases=True)
     ]
 
 

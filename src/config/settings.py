@@ -93,16 +93,17 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     theirs = ""
     arguments = iter(argv)
     for argument in arguments:
+        is_option = argument.startswith("--")
         name, equals, value = argument.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if argument.startswith("--"):
+        if is_option:
             theirs = name if name in OURS else ""
-        if argument == "--config" or (name == "config" and equals):
+        if is_option and name == "config":
             if file := value if equals else next(arguments, ""):
                 files.append(file)
             else:
                 mistakes.append(f"{argument}: name a yaml file, --config=FILE.yaml")
-        elif argument.startswith("--") and (equals or name in ("check", "dry_run")):
+        elif is_option and (equals or name in ("check", "dry_run")):
             options[name] = value if equals else "true"
         elif theirs:
             options[theirs] = "…"  # its name without a value, or part of its value
@@ -116,7 +117,9 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
             values[name] = value
             written[name] = f"{file}: {name}: {value}"
     for name, text in options.items():
-        values[name] = _parse_argument(text)
+        value = _read_value(text)
+        # other text stays as it is, for pydantic to convert
+        values[name] = value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text
         written[name] = f"--{name}={text}"
     for name, how in written.items():
         written[name] = masked(how)
@@ -165,20 +168,20 @@ def validate(
             mistakes.extend(line for line in contradictions if not any(re.search(name, line) for name in names))
             return settings, bad
         refused = {name: problem for problem in problems for name in _names_at(problem["loc"], good)}
-        if not refused:  # a setting without a default is missing
-            missing = (f"{'.'.join(map(str, problem['loc']))}: {_problem_text(problem)}" for problem in problems)
-            raise UserError(*mistakes, *missing)
         mistakes.extend(
             f"{written.get(name, name)}: {_refusal(name, problem, [*known])}" for name, problem in refused.items()
         )
+        if good.keys().isdisjoint(refused):  # a setting without a default is missing
+            raise UserError(*dict.fromkeys(mistakes))
         bad |= {*refused}
 
 
 def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
-    """Return the given settings at the location of a pydantic error: one, or all of an unknown group."""
+    """Return the given settings at the location of a pydantic error: one, or all of an unknown group. If none is given,
+    return the name of what is missing."""
     where = ".".join(map(str, place))
     names = [name for name in given if f"{where}.".startswith(f"{name}.")]
-    return names or [name for name in given if name.startswith(f"{where}.")]
+    return names or [name for name in given if name.startswith(f"{where}.")] or [where]
 
 
 def _refusal(name: str, problem: Any, known: list[str]) -> str:
@@ -192,13 +195,6 @@ def _refusal(name: str, problem: Any, known: list[str]) -> str:
         case "model_type":
             example = next(setting for setting in known if setting.startswith(f"{name}."))
             return f"{name} is a group; write, for example, --{example}=…"
-        case _:
-            return _problem_text(problem)
-
-
-def _problem_text(problem: Any) -> str:
-    """Return a message for pydantic's error about a value."""
-    match problem["type"]:
         case "string_type":
             return "must be text: write it in quotes"
         case "string_too_short":
@@ -248,11 +244,11 @@ def nearest(name: str, names: list[str]) -> str:
 def _read_file(file: str, mistakes: list[str]) -> Values:
     path = Path(file)
     try:
-        content = read_yaml(path.read_text(encoding="utf-8")) or {}
+        content = read_yaml(path.read_bytes()) or {}
     except FileNotFoundError:
         there = [*map(str, sorted(path.parent.glob("*.yaml")))]
         mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except (OSError, YAMLError) as error:
         mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")
     else:
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
@@ -301,12 +297,6 @@ def _read_value(text: str) -> Any:
     with contextlib.suppress(YAMLError):
         return read_yaml(text)
     return text
-
-
-def _parse_argument(text: str) -> Any:
-    """Parse `null`, lists and mappings as YAML; return all other text as it is, for pydantic to convert."""
-    value = _read_value(text)
-    return value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

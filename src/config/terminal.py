@@ -64,9 +64,3 @@ def say(*lines: str, file: Any = None) -> None:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
-
-
-def spare_terminals() -> None:
-    """Let standard output and error replace characters that the terminal cannot encode."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper

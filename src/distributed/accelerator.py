@@ -4,7 +4,6 @@ Without a GPU every yaml runs on the CPU instead: the same processes, on gloo, s
 """
 
 import contextlib
-import importlib.metadata
 import os
 import resource
 import sys
@@ -12,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import SGD
 
@@ -35,7 +32,7 @@ from src.config.environment import LaunchEnvironment, processes
 from src.config.errors import UserError, explained, refuse
 from src.distributed.cpu import tune_for_cpu
 from src.distributed.launcher import Launcher, find_launcher, launch_errors, refuse_another_strategy
-from src.distributed.process import SIGNALS, exit_codes
+from src.distributed.process import SIGNALS
 from src.tasks.base import ContextParallel
 
 for harmless in (
@@ -163,12 +160,6 @@ def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) 
         torch.set_num_threads(max(1, cores // local_world_size))  # else the launcher's default, 1, would apply
 
 
-def library_versions() -> dict[str, str]:
-    """Return the versions of libraries whose results may change, by rounding, between versions."""
-    libraries = ("torch", "accelerate", "transformers")
-    return {name: importlib.metadata.version(name) for name in libraries if find_spec(name)}
-
-
 def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:
     if on_cpu:  # Accelerate only shards what looks like a GPU job
         PartialState(cpu=True, timeout=timeout)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -281,12 +272,6 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
     else:
         peak = torch.accelerator.max_memory_allocated()
     return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
-
-
-def entry_point(main: Callable[[], None]) -> Callable[[], Any]:
-    """Decorate the main function of train.py: turn errors into exit codes, and show the first failure's traceback in
-    the launcher's table."""
-    return record(exit_codes()(main))
 
 
 def machine_differences(reports: list[Any]) -> Iterator[str]:

@@ -5,7 +5,6 @@ gives it back, so that a sharded model needs no more than its shard.
 """
 
 import ctypes
-import sys
 
 import torch
 from torch import Tensor, nn
@@ -113,5 +112,5 @@ def _mask(x: Tensor, p: float) -> Tensor:
 
 def mallopt(settings: dict[int, int]) -> bool:
     """Set parameters of glibc's malloc. Return whether that worked: other C libraries have none."""
-    call = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    call = getattr(ctypes.CDLL(None), "mallopt", None)
     return call is not None and all(call(*setting) for setting in settings.items())

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 import psutil
 
 from src.config.errors import RunError, UserError
-from src.config.terminal import say, spare_terminals, visible
+from src.config.terminal import say, visible
 
 GRACE_SECONDS = 5.0
 """Seconds to wait before reporting an error that may only be a symptom of another process's failure: meanwhile, the
 launcher ends this process."""
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-LAUNCHER_VARIABLES = ("ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID")
+LAUNCHER_VARIABLES = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}
 """Environment variables that only accelerate's and torch's launchers set, and always do."""
 LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}
 """Words of their command lines, without folders."""
@@ -116,7 +116,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     On each machine the first process prints the message; another does only if it alone failed. A process that merely
     lost its peers leaves the message to the one that failed.
     """
-    spare_terminals()
+    for stream in (sys.stdout, sys.stderr):  # not every terminal can encode all characters
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper
     rank, is_first_here = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         try:
@@ -169,7 +170,7 @@ def end_with_launcher() -> None:
 
     On SIGKILL and SIGUSR1 launchers leave their processes running; with one process, accelerate's does on any signal.
     """
-    if any(name in os.environ for name in LAUNCHER_VARIABLES):
+    if LAUNCHER_VARIABLES & os.environ.keys():
         end_with_parent()
         atexit.register(end_launcher)  # before all others, and so called last
 

@@ -37,11 +37,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def evaluate_batches(
-    task: Task,
-    model: nn.Module,
-    batches: Iterable[MicroBatch],
-    device: torch.device,
-    stop: StopSignal | None = None,
+    task: Task, model: nn.Module, batches: Iterable[MicroBatch], device: torch.device, stop: StopSignal | None = None
 ) -> Scores | None:
     """Return the scores of this process's batches, or None if the run was stopped meanwhile."""
     # Sum and count: a mean of batch means is wrong if the last batch is smaller. Use float64, as fp32 stops counting at
@@ -65,8 +61,7 @@ def evaluate_batches(
         # keep nothing of a dummy, and all of any other batch
         for name, output in batch_outputs.items():
             outputs.setdefault(name, []).append(output[: batch.num_examples])
-    joined = {name: torch.cat(of_batches) for name, of_batches in outputs.items()}
-    return Scores(totals, joined)
+    return Scores(totals, {name: torch.cat(of_batches) for name, of_batches in outputs.items()})
 
 
 def evaluate_alone(

@@ -62,12 +62,7 @@ def local_norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), dtype=dtype)
 
 
-def scale_and_clip_(
-    gradients: list[Tensor],
-    scale: float,
-    norm: Tensor,
-    max_norm: float | None,
-) -> None:
+def scale_and_clip_(gradients: list[Tensor], scale: float, norm: Tensor, max_norm: float | None) -> None:
     """Multiply the gradients by `scale`, in place, and clip them to a global L2 norm of `max_norm` if one is given.
 
     Args:

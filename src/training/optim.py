@@ -31,14 +31,8 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
     rest = [p for p in trained if p not in hidden]
 
     # no weight decay for biases and the scales of norms, for which zero is not a natural value
-    matrices = {
-        "params": [p for p in rest if p.ndim >= 2],
-        "weight_decay": config.weight_decay,
-    }
-    vectors = {
-        "params": [p for p in rest if p.ndim < 2],
-        "weight_decay": 0.0,
-    }
+    matrices = {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay}
+    vectors = {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}
     # torch refuses empty groups
     groups: list[dict[str, Any]] = [g for g in (matrices, vectors) if g["params"]]
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,11 +11,9 @@ from src.training.gradients import local_gradients, to_local
 from src.training.run import Run
 
 GB = 1e9
-PLAN = Path(__file__).parents[1] / "tools" / "plan"
-"""Folder of the plan, unless this copy leaves it out."""
 HELP = (
     "what would help: --activation_checkpointing=true, a smaller --micro_batch_size or sequence, and FSDP on more GPUs"
-    + "; to see what fits: python -m src.tools.plan -- SETTINGS" * PLAN.is_dir()
+    "; to see what fits: python -m src.tools.plan -- SETTINGS"  # room: plan
 )
 
 

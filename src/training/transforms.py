@@ -26,19 +26,14 @@ INPUTS_OF_BLOCKS = r"L\['(args|kwargs)'\]"
 """The compiler's names for a block's inputs: transformers' blocks take (*args, **kwargs)."""
 
 
-def repeating_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that FSDP wraps one by one: those of the classes in the model's `_no_split_modules`."""
-    names = getattr(model, "_no_split_modules", None) or []
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
     """Apply what the settings ask for, in place.
 
     Raises:
         UserError: the model names no blocks, or this machine lacks the compiler.
     """
-    blocks = repeating_blocks(model)
+    names = getattr(model, "_no_split_modules", None) or []  # of what repeats, and FSDP wraps one by one
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
     if config.activation_checkpointing:
         if not blocks:
             raise UserError(

@@ -17,14 +17,6 @@ from src.distributed.process import end_with_parent
 from src.tasks.base import Examples, Task, samples
 
 
-@dataclass
-class Failure:
-    """Carries a user's mistake from a worker to the training process, which raises it. (An exception raised in a worker
-    would arrive as text, with the traceback in its message.)"""
-
-    error: UserError | RunError
-
-
 @dataclass(frozen=True)
 class Batches:
     """Collated batches by the indices of their examples: the dataset of a DataLoader that doesn't batch."""
@@ -36,7 +28,7 @@ class Batches:
         try:
             return self.task.collate(samples(self.examples, indices))
         except (UserError, RunError) as error:
-            return Failure(error)
+            return error  # for the training process: raised here, it would arrive with a traceback in its message
 
 
 def load_in_workers(
@@ -64,8 +56,8 @@ def load_in_workers(
     )
     try:
         for batch in loader:
-            if isinstance(batch, Failure):
-                raise batch.error
+            if isinstance(batch, UserError | RunError):
+                raise batch
             yield batch
     except (ConnectionError, EOFError) as error:
         # the dataset's own error, to whose message torch adds which worker raised it

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from src.checkpoint.files import file_facts
 from src.checkpoint.output_dir import LOCK
 from src.checkpoint.resume import find_checkpoint
-from src.checkpoint.tensors import read_tensors, saved_tensors
+from src.checkpoint.tensors import StorageReader, saved_tensors
 from src.config.errors import UserError
 from src.parts import open_store
 from src.start import run_settings
@@ -110,7 +111,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All that it has, by name."""
     tensors = {name: torch.empty(facts.size) for name, facts in saved_tensors(checkpoint).items()}
-    read_tensors(checkpoint, tensors)
+    dcp.load(tensors, storage_reader=StorageReader(str(checkpoint)))
     return tensors
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import fsspec
 import pyarrow as pa
 from datasets import Features, load_dataset_builder
-from huggingface_hub import constants, metadata_load
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import get_session
 from pyarrow import parquet
@@ -71,15 +71,6 @@ def by_split(files: Iterable[str]) -> Splits:
         if named := SPLIT_WORD.findall(" ".join(words).lower()):
             splits.setdefault(SPLITS[named[-1]], []).append(file)  # train_test_split_test.csv
     return splits or {"train": files}
-
-
-def declared_splits(folder: str, config: str | None) -> Splits | None:
-    """Return a folder's files by split, as its dataset card declares them: a folder from `hf download` may have several
-    configurations. None if there is no card, or it declares none."""
-    card = Path(folder, "README.md")
-    if not card.is_file() or "configs" not in (metadata_load(card) or {}):
-        return None
-    return splits_of(folder, config)
 
 
 def splits_of(dataset: str, config: str | None) -> Splits:
@@ -175,13 +166,7 @@ class Parsed(NamedTuple):
 
 
 def index_lines(file: BufferedReader, start: int, _names: list[str]) -> Index:
-    """Index a .jsonl file, ignoring blank lines."""
-    rows, groups = _first_rows_and_groups(file, start)
-    return Index(_keys(rows), groups)
-
-
-def _first_rows_and_groups(file: BufferedReader, start: int) -> tuple[list[Any], list[Group]]:
-    """Return the rows in the first lines, and all groups."""
+    """Index a .jsonl file, ignoring blank lines. Its columns are those of the first lines."""
     head: list[bytes] = []
 
     def records() -> Iterator[RecordSize]:
@@ -191,7 +176,7 @@ def _first_rows_and_groups(file: BufferedReader, start: int) -> tuple[list[Any],
             yield len(line), 1, bool(line.strip(b" \t\r\n"))
 
     groups = grouped(records(), start)
-    return parse_lines(b"".join(head)).rows, groups
+    return Index(_keys(parse_lines(b"".join(head)).rows), groups)
 
 
 def _keys(rows: list[Any]) -> list[str]:
@@ -220,19 +205,17 @@ def _add(parsed: Parsed, row: Any, reason: str = "") -> None:
     parsed.rows.append(row)
 
 
-def index_json(file: BufferedReader, start: int, _names: list[str]) -> Index:
+def index_json(file: BufferedReader, start: int, names: list[str]) -> Index:
     """Index a .json file: a list of objects, which is read whole, or one object per line. Raise a ValueError for any
     other JSON."""
     if file.peek(GROUP_ROWS).lstrip()[:1] != b"[":
-        rows, groups = _first_rows_and_groups(file, start)
-        is_one = sum(group.rows for group in groups) == 1
-        if groups and (not any(rows) or (is_one and all(isinstance(v, dict | list) for v in rows[0].values()))):
+        index = index_lines(file, start, names)
+        if index.groups and (index.groups[0].rows == 1 or not index.columns):
             raise ValueError(NO_ROWS)
-        return Index(_keys(rows), groups)
+        return index
     data = file.read()
     rows = parse_json(data, ()).rows
-    groups = [Group(len(rows), len(data), start, start + len(data), 1)] if rows else []
-    return Index(_keys(rows[:GROUP_ROWS]), groups)
+    return Index(_keys(rows[:GROUP_ROWS]), grouped([(len(data), 1, len(rows))], start))
 
 
 def parse_json(data: bytes, columns: Sequence[str]) -> Parsed:
@@ -298,7 +281,7 @@ def parse_table(data: bytes, columns: Sequence[str], **dialect: Any) -> Parsed:
 def index_text(file: BufferedReader, start: int, _names: list[str]) -> Index:
     """Index a .txt file."""
     size = len(file.read())
-    return Index(["text"], [Group(1, size, start, start + size, 1)] if size else [])
+    return Index(["text"], grouped([(size, 1, size > 0)], start))
 
 
 def parse_text(data: bytes, _columns: Sequence[str]) -> Parsed:

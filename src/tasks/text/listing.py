@@ -1,5 +1,6 @@
 """Data files, local or wherever fsspec lists them, and their versions."""
 
+import re
 from pathlib import Path
 
 import fsspec
@@ -32,8 +33,7 @@ def list_files(url: str) -> dict[str, str]:
     system.invalidate_cache()
     files = {}
     for name, info in sorted(system.find(path, detail=True).items()):
-        inner = name.removeprefix(path).strip("/").split("/")
-        is_hidden = any(part.startswith((".", "_")) for part in inner)
+        is_hidden = re.search("(^|/)[._]", name.removeprefix(path))
         if not is_hidden and name.lower().endswith(KINDS):
             full_name = name if "file" in system.protocol else system.unstrip_protocol(name)
             # an HTTP listing says only that a file exists, and a local one gives the times of a link itself

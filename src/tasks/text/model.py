@@ -321,7 +321,8 @@ def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     turn: a base model, which stops only at the end of a text, would continue with the user's next turn."""
     align_special_tokens(model, tokenizer)
     generation, marks = model.generation_config, ends_of_turn(tokenizer)
-    ends = end_tokens(generation)
+    known = generation.eos_token_id  # one, or several
+    ends = [] if known is None else np.ravel(known).tolist()
     if marks and (end := tokenizer.get_vocab()[marks[0]]) not in ends:
         generation.eos_token_id = [*ends, end]
 
@@ -337,14 +338,6 @@ def drop_settings_without_effect(generation: Any) -> list[str]:
     for name in names:
         setattr(generation, name, None)
     return names
-
-
-def end_tokens(generation: GenerationConfig) -> list[int]:
-    """Return the tokens that end generation."""
-    ends = generation.eos_token_id
-    if ends is None:
-        return []
-    return ends if isinstance(ends, list) else [ends]
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:

@@ -21,6 +21,7 @@ import pyarrow as pa
 from datasets import ClassLabel, Dataset, DownloadManager, Features, Json, List, Value, load_dataset
 from datasets.arrow_writer import ArrowWriter
 from datasets.fingerprint import Hasher
+from huggingface_hub import metadata_load
 from pyarrow import parquet
 from pydantic import PrivateAttr
 
@@ -36,7 +37,6 @@ from src.tasks.text.files import (
     Shard,
     by_split,
     declared_features,
-    declared_splits,
     find_files,
     index_files,
     loading,
@@ -57,11 +57,6 @@ Encoders = Mapping[str, Encoder]
 ROW = "the row as text"
 """Name of a last column that no file has. Its encoder gets the values of the others, encoded, by column, and what it
 returns is all that is kept of them."""
-
-
-def as_is(value: Any) -> Any:
-    """Return an already encoded value as it is."""
-    return value
 
 
 def as_text(value: Any) -> str:
@@ -344,7 +339,12 @@ class TextTask(TextSettings, Task):
                 self.state.remarks.append(f"{part.dataset} has links that lead out of it: {listed(links)}")
             if part.dataset.lower().endswith(KINDS):
                 return {"train": versions}
-            files = declared_splits(part.dataset, part.dataset_config) or by_split(versions)
+            # a folder from `hf download` has a dataset card, which may declare several configurations
+            card = Path(part.dataset, "README.md")
+            if card.is_file() and "configs" in (metadata_load(card) or {}):
+                files = splits_of(part.dataset, part.dataset_config)
+            else:
+                files = by_split(versions)
         else:
             files = splits_of(part.dataset, part.dataset_config)
             # on the Hub, a .txt has one document per line, and compressed files would have to be unpacked
@@ -406,8 +406,7 @@ class TextTask(TextSettings, Task):
         ranges: list[RowRange] | None = None,
     ) -> Dataset:
         """Return the usable rows of a source, or of some parts of it, as a table."""
-        if ranges is None:
-            ranges = row_ranges(source)
+        ranges = ranges or row_ranges(source)
         where = PART_NAMES[part]
         require_columns(columns, source, of.dataset, where)
         table = _read(source, ranges, columns, f"reading {where}")
@@ -488,7 +487,7 @@ def _read(source: Source, parts: list[RowRange], columns: Encoders, desc: str) -
                 _, first, last = part
                 # a reason may quote bytes that are not UTF-8
                 said = {row: reason.encode(errors="backslashreplace").decode() for row, reason in bad.items()}
-                reasons = [said.get(row) for row in range(last - first)]
+                reasons = [*map(said.get, range(last - first))]
                 writer.write_table(pa.table({**rows, REASON: reasons}, features.arrow_schema))
                 progress.update(last - first)
             writer.finalize()

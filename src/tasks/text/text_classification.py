@@ -24,14 +24,7 @@ from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, tabl
 from src.tasks.text.settings import Lora, TextClassificationSettings
 from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source
 from src.tasks.text.streaming.stream import Stream, build_stream
-from src.tasks.text.tokenizing import (
-    NUMBER,
-    Labelling,
-    fold,
-    known_label,
-    length_grouped,
-    sorted_labels,
-)
+from src.tasks.text.tokenizing import NUMBER, Labelling, fold, known_label, length_grouped, sorted_labels
 
 SHOWN = 20
 """Number of most frequent labels whose counts are shown at the start of a run. More than that may be no labels."""

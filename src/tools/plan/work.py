@@ -49,8 +49,8 @@ class Work(TorchDispatchMode):
         elif formula := flop_registry.get(function._overloadpacket):
             # torch 2.11 mistakes the dtype of a product's output for its shape
             readable = [value for value in args if not isinstance(value, torch.dtype)]
-            # the formula subtracts the offsets of packed documents, which the null GPU cannot
-            readable = [value.cpu() if _is_offsets(value) else value for value in readable]
+            # the formula subtracts the offsets of packed documents, int32, which the null GPU cannot
+            readable = [value.cpu() if getattr(value, "dtype", None) == torch.int32 else value for value in readable]
             flops = formula(*readable, **kwargs, out_val=result)
             if given.get("is_causal"):
                 flops /= 2  # torch counts all pairs of tokens
@@ -81,7 +81,3 @@ def _ranks(given: dict[str, Any]) -> list[int]:
     if "process_group" in given:
         return get_process_group_ranks(ProcessGroup.unbox(given["process_group"]))
     return get_process_group_ranks(_resolve_process_group(given["group_name"]))
-
-
-def _is_offsets(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 1 and value.dtype == torch.int32
