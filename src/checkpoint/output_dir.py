@@ -112,6 +112,8 @@ def claim(folder: Path) -> None:
 def lock(folder: Path) -> None:
     """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
     after PATIENCE_SECONDS, or the file that is locked is a link or another user's."""
+    if not folder.exists():
+        atexit.register(_delete_if_empty, folder)
     file = folder / LOCK
     for second in range(PATIENCE_SECONDS):
         with explained(f"output_dir={folder}: cannot be locked, ", OSError):
@@ -131,13 +133,12 @@ def lock(folder: Path) -> None:
         except OSError:  # a file system without locks
             pass
         if os.fstat(descriptor).st_nlink:  # else whoever held the lock has deleted it
-            atexit.register(_unlock, file)
+            atexit.register(file.unlink, missing_ok=True)
             return
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
 
 
-def _unlock(file: Path) -> None:
-    """Delete the lock's file, and the folder that a refused run would leave behind empty."""
+def _delete_if_empty(folder: Path) -> None:
+    """Delete the empty folder that a refused run would leave behind."""
     with contextlib.suppress(OSError):
-        file.unlink()
-        file.parent.rmdir()
+        folder.rmdir()
