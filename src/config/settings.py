@@ -244,11 +244,11 @@ def nearest(name: str, names: list[str]) -> str:
 def _read_file(file: str, mistakes: list[str]) -> Values:
     path = Path(file)
     try:
-        content = read_yaml(path.read_bytes()) or {}
+        content = read_yaml(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         there = [*map(str, sorted(path.parent.glob("*.yaml")))]
         mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
-    except (OSError, YAMLError) as error:
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")
     else:
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
