@@ -28,15 +28,10 @@ FORMATS = "AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF",
 """What a file may be, whatever its name says: for others, Pillow would start programs, such as Ghostscript."""
 SUFFIXES = {suffix for suffix, kind in Image.registered_extensions().items() if kind in FORMATS}
 """Of the files that are pictures."""
-BROKEN = OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning
+BROKEN = OSError, ValueError, SyntaxError, Image.DecompressionBombError
 """What Pillow raises for files that it cannot read."""
-
-
-def opened(file: Any) -> Image.Image:
-    """Return a picture whose pixels are not read yet. Raise one of BROKEN if they are more than 89 million, of which
-    Pillow would only warn: 20 kB can become a gigabyte."""
-    with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
-        return Image.open(file, formats=FORMATS)
+Image.MAX_IMAGE_PIXELS = 75_000_000  # Pillow refuses twice as many, 150 megapixels: 20 kB can become a gigabyte
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of more than half of them
 
 
 def picture(file: str) -> Image.Image:
@@ -44,8 +39,8 @@ def picture(file: str) -> Image.Image:
     several frames, the first. Raise a UserError that names the file if it cannot be read, or the range of its numbers
     is unknown."""
     with explained(f"{file}: cannot be read: ", BROKEN):
-        with opened(file) as unread:
-            kind, image = unread.format, ImageOps.exif_transpose(unread)
+        with Image.open(file, formats=FORMATS) as opened:
+            kind, image = opened.format, ImageOps.exif_transpose(opened)
         if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
             eight_bits = np.asarray(image) / 257  # convert() would clip at 255
             image = Image.fromarray(eight_bits.round().astype(np.uint8))
@@ -141,7 +136,7 @@ class ImageClassification(Task):
         for file, _ in dataset.samples:
             content = Path(file).read_bytes()
             with explained(f"{file}: cannot be read: ", BROKEN):  # now, rather than after hours
-                opened(io.BytesIO(content)).verify()
+                Image.open(io.BytesIO(content), formats=FORMATS).verify()
             digest.update(f"{Path(file).relative_to(dataset.root)} {sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
 

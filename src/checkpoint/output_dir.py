@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -112,14 +113,16 @@ def claim(folder: Path) -> None:
 def lock(folder: Path) -> None:
     """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
     after PATIENCE_SECONDS, or the file that is locked is a link or another user's."""
-    if not folder.exists():
+    if not os.path.exists(folder):
         atexit.register(_delete_if_empty, folder)
     file = folder / LOCK
     for second in range(PATIENCE_SECONDS):
-        with explained(f"output_dir={folder}: cannot be locked, ", OSError):
+        hint = f"delete {LOCK} there if a run of another user has left it"
+        with explained(f"output_dir={folder}: cannot be locked, {hint}: ", OSError):
             folder.mkdir(parents=True, exist_ok=True)
+            is_for_group = folder.stat().st_mode & stat.S_IWGRP  # a folder that its group writes into
             # not the folder itself, which whoever may read it could lock
-            descriptor = os.open(file, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR, 0o600)
+            descriptor = os.open(file, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR, 0o660 if is_for_group else 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -132,7 +135,7 @@ def lock(folder: Path) -> None:
             continue
         except OSError:  # a file system without locks
             pass
-        if os.fstat(descriptor).st_nlink:  # else whoever held the lock has deleted it
+        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):  # else the one before has deleted it
             atexit.register(file.unlink, missing_ok=True)
             return
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")

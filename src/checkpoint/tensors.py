@@ -76,6 +76,8 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
             create_optimizer_state(parameter, optimizers)
     tensors = run_tensors(model, optimizers)
     found = {name: tensor.detach() for name, tensor in tensors.items() if name in saved}
+    if odd := [name for name, tensor in found.items() if tensor.shape != saved[name].size]:
+        raise UserError(f"{checkpoint} is damaged: {listed(odd)}: another shape than that of the weights")
     dcp.load(found, storage_reader=StorageReader(str(checkpoint)))
 
 

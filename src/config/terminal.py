@@ -17,11 +17,13 @@ tqdm.set_lock(RLock())
 
 CONTROL = r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 """What controls a terminal (C0 but for the tab, C1), ends a line, turns its direction, or is no character."""
-SECRET = (
-    r"(?i)(https?:/+|:/+[^\s/?#@:]*:)[^\s/?#]+(?=@)"
-    r"|([?&;#][\w.%-]*(?:token|secret|passw(?:or)?d|pass|pwd|sig|signature|credentials?|key|auth)=)[^\s&;#'\"]*[^\s&;#'\":,.)]"
+USER = r"(?i)(https?:/+|:/+[^\s/?#@:]*:)[^\s/?#]+(?=@)"
+"""A secret before the host of a URL, where other file systems than HTTP may have a name alone."""
+QUERY = (
+    r"(?i)([?&;#][\w.%-]*(?:token|secret|passw(?:or)?d|pass|pwd|sig|sas|signature|credentials?|key|auth|authorization"
+    r"|jwt|bearer|session)=)[^\s&;#'\"]*[^\s&;#'\":,.)]"
 )
-"""Secrets in a URL: before its host, where other file systems than HTTP may have a name alone, and in its query."""
+"""A secret in the query of a URL."""
 
 
 def visible(text: str) -> str:
@@ -31,7 +33,8 @@ def visible(text: str) -> str:
 
 def masked(text: str) -> str:
     """Return text with *** in place of secrets in URLs."""
-    return re.sub(SECRET, r"\1\2***", text)
+    text = re.sub(USER, r"\1***", text)
+    return re.sub(r":/\S+", lambda url: re.sub(QUERY, r"\1***", url[0]), text)
 
 
 def bar(desc: str = "", leave: bool = False, **options: Any) -> Any:

@@ -254,10 +254,13 @@ class Task(TaskSettings):
 
     def load_export(self, folder: Path) -> nn.Module:
         """Return the model that `export` wrote, fp32, on the CPU, and restore the state that an evaluation needs."""
-        if (folder / DATA_STATE).exists():
-            self.state.data = json.loads((folder / DATA_STATE).read_bytes())
+        says = f"{folder}: not as a run exports it: "
+        if (folder / DATA_STATE).is_file():
+            with explained(says, (ValueError, RecursionError)):
+                self.state.data = json.loads((folder / DATA_STATE).read_bytes())
         model = self.build_model()
-        load_torch_model(model, folder, strict=True)
+        with explained(says):
+            load_torch_model(model, folder, strict=True)
         return model
 
 

@@ -7,6 +7,7 @@ accelerate launch --mixed_precision bf16 -m src.tools.evaluate
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> None:
     config = _with_settings(config_of(path), settings)
     task = config.task
     output = options.output or path.with_name("predictions.parquet")
-    if output.exists():
+    if os.path.lexists(output):
         raise UserError(f"{output}: already exists; choose another file with --output")
     accelerator = Accelerator()
     model = load_trained_model(path, config)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer  # pip install -e '.[text]'
 
@@ -24,6 +25,9 @@ from src.distributed.process import exit_codes
 from src.tasks.text.model import load_exported, max_length, set_ends
 from src.tasks.text.tokenizing import CHAT_TEMPLATE
 from src.tools.checkpoints import export_checkpoint
+
+MISTAKES = ValueError, TypeError, ArithmeticError, TemplateError
+"""What wrong values of the options, of the model's own settings, and its chat template raise."""
 
 
 def main(argv: list[str]) -> None:
@@ -42,7 +46,7 @@ def main(argv: list[str]) -> None:
     if not options.prompt:
         print("chat" if is_chat else "no chat template: each line is completed by itself", "(Ctrl-D to exit)")
     chat: list[dict[str, str]] = []
-    with explained("", ValueError):  # of the options' values
+    with explained("", MISTAKES):
         set_seed(options.seed)
         while not (options.prompt and chat):
             text = options.prompt or input("> ")

@@ -21,7 +21,7 @@ from src.tasks.text.context_parallel import own_part, register
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
 from src.tasks.text.model import Decoder, add_rows, add_tokens, keep_layout, load_exported
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
-from src.tasks.text.reading import ROW, Encoder, Encoders, as_text
+from src.tasks.text.reading import ROW, Encoder, Encoders, as_is, as_text
 from src.tasks.text.settings import CausalLMSettings
 from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source, with_sources
 from src.tasks.text.streaming.stream import Stream, build_stream
@@ -163,8 +163,8 @@ class CausalLM(CausalLMSettings, Decoder):
         if not self.packing and "text" in self._columns:
             raise UserError("task.packing=false: streamed text yields an unknown number of sequences: set packing=true")
         capacity = self.sequence_length if self.packing else None
-        if not self.streaming:  # loaded rows are text already
-            columns = dict.fromkeys(self._columns.values(), as_text)
+        if not self.streaming:  # loaded rows are encoded already
+            columns = dict.fromkeys(self._columns.values(), as_is)
         return build_stream(self, rows, columns, self._chunker, capacity)
 
     def fingerprint(self, dataset: Sequences) -> str:

@@ -166,7 +166,13 @@ class Parsed(NamedTuple):
 
 
 def index_lines(file: BufferedReader, start: int, _names: list[str]) -> Index:
-    """Index a .jsonl file, ignoring blank lines. Its columns are those of the first lines."""
+    """Index a .jsonl file, ignoring blank lines."""
+    rows, groups = _first_rows_and_groups(file, start)
+    return Index(_keys(rows), groups)
+
+
+def _first_rows_and_groups(file: BufferedReader, start: int) -> tuple[list[Any], list[Group]]:
+    """Return the rows in the first lines, and all groups."""
     head: list[bytes] = []
 
     def records() -> Iterator[RecordSize]:
@@ -176,7 +182,7 @@ def index_lines(file: BufferedReader, start: int, _names: list[str]) -> Index:
             yield len(line), 1, bool(line.strip(b" \t\r\n"))
 
     groups = grouped(records(), start)
-    return Index(_keys(parse_lines(b"".join(head)).rows), groups)
+    return parse_lines(b"".join(head)).rows, groups
 
 
 def _keys(rows: list[Any]) -> list[str]:
@@ -205,14 +211,15 @@ def _add(parsed: Parsed, row: Any, reason: str = "") -> None:
     parsed.rows.append(row)
 
 
-def index_json(file: BufferedReader, start: int, names: list[str]) -> Index:
+def index_json(file: BufferedReader, start: int, _names: list[str]) -> Index:
     """Index a .json file: a list of objects, which is read whole, or one object per line. Raise a ValueError for any
     other JSON."""
     if file.peek(GROUP_ROWS).lstrip()[:1] != b"[":
-        index = index_lines(file, start, names)
-        if index.groups and (index.groups[0].rows == 1 or not index.columns):
+        rows, groups = _first_rows_and_groups(file, start)
+        is_one = [group.rows for group in groups] == [1]
+        if groups and (not any(rows) or (is_one and all(isinstance(v, dict | list) for v in rows[0].values()))):
             raise ValueError(NO_ROWS)
-        return index
+        return Index(_keys(rows), groups)
     data = file.read()
     rows = parse_json(data, ()).rows
     return Index(_keys(rows[:GROUP_ROWS]), grouped([(len(data), 1, len(rows))], start))

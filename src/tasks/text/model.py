@@ -7,6 +7,7 @@ import re
 import signal
 import warnings
 from abc import abstractmethod
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -73,6 +74,20 @@ LONGEST_MATCH = 5
 """Seconds that a regular expression may take to match all names of layers, which takes milliseconds."""
 
 
+def require_quick(patterns: Iterable[Any], model: nn.Module) -> None:
+    """Raise a UserError if one of the patterns among these values takes longer than LONGEST_MATCH to match the names of
+    the model's layers: peft would match for years, and no other signal would be answered. Called on the main thread."""
+    before = signal.signal(signal.SIGALRM, lambda *_: refuse([f"a pattern takes more than {LONGEST_MATCH} s to match"]))
+    signal.alarm(LONGEST_MATCH)
+    try:
+        for pattern in patterns:
+            if isinstance(pattern, str):
+                [*map(re.compile(pattern).fullmatch, dict(model.named_modules()))]
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def add_adapters(
     lora: Lora, model: PreTrainedModel, revision: str | None, base_dtype: str | None = None, **options: Any
 ) -> Any:
@@ -80,8 +95,8 @@ def add_adapters(
     except for a classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
     `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
     peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
-    names = [name for name, _ in model.named_modules()]
-    absent = [name for name in lora.target_modules if not any(f".{layer}".endswith(f".{name}") for layer in names)]
+    names = [f".{name}" for name, _ in model.named_modules()]
+    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in names)]
     if absent:
         raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
     config = peft.LoraConfig(
@@ -98,11 +113,7 @@ def add_adapters(
         warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
         try:
-            pattern, slow = re.compile(lora.exclude_modules or ""), f"takes more than {LONGEST_MATCH} s to match"
-            signal.signal(signal.SIGALRM, lambda *_: refuse([slow]))
-            signal.alarm(LONGEST_MATCH)  # peft would match for years, and no other signal would be answered
-            [*map(pattern.fullmatch, names)]
-            signal.alarm(0)
+            require_quick([lora.exclude_modules], model)
             adapted = peft.get_peft_model(model, config, revision=revision)
         except (ValueError, TypeError, re.error) as error:
             raise UserError(f"task.lora.target_modules, exclude_modules: {cause(error)[:200]}") from error
@@ -144,15 +155,17 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
     return getattr(config, "quantization_config", None) or {}
 
 
-MOST_LAYERS = 10_000
-"""Layers, experts or labels of a model: a billion would fill the memory, and take hours."""
+MOST_PARTS = {r"layers?|blocks?|experts|depth": 30_000, "labels": 3_000_000}
+"""By words that end the name of a config's field, how many a model may have: a billion would take hours, and fill the
+memory. Doge has 16,384 experts by default."""
 
 
 def require_buildable(fields: dict[str, Any]) -> None:
-    """Raise a ValueError if these fields of a config ask for more than MOST_LAYERS."""
+    """Raise a ValueError if these fields of a config ask for more than MOST_PARTS."""
     for name, value in flatten(fields):
-        if isinstance(value, int | float) and value > MOST_LAYERS and re.search("layer|expert|num_labels", name):
-            raise ValueError(f"{name} is {value:,}, but no model has more than {MOST_LAYERS:,}")
+        for words, most in MOST_PARTS.items():
+            if isinstance(value, int | float) and value > most and re.search(rf"(^|[._])({words})$", name):
+                raise ValueError(f"{name} is {value:,}, but no model has more than {most:,}")
 
 
 def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTrainedConfig:
@@ -279,6 +292,7 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # as in add_adapters
+                require_quick(map(vars(adapted).get, ("target_modules", "exclude_modules")), model)
                 model = peft.PeftModel.from_pretrained(model, folder)
     return model
 

@@ -59,6 +59,11 @@ ROW = "the row as text"
 returns is all that is kept of them."""
 
 
+def as_is(value: Any) -> Any:
+    """Return an already encoded value as it is."""
+    return value
+
+
 def as_text(value: Any) -> str:
     """Return a text as it is. Raise a ValueError if the value is empty or not text."""
     if value is None or (isinstance(value, str) and (not value or value.isspace())):
