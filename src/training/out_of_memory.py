@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from src.training.run import Run
 GB = 1e9
 HELP = (
     "what would help: --activation_checkpointing=true, a smaller --micro_batch_size or sequence, and FSDP on more GPUs"
-    "; to see what fits: python -m src.tools.plan -- SETTINGS"  # room: plan
+    + "; to see what fits: python -m src.tools.plan -- SETTINGS" * Path("src/tools/plan").is_dir()
 )
 
 

@@ -311,13 +311,11 @@ def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> 
     positions = getattr(text, "max_position_embeddings", None) or 0
     if positions <= 0:
         return tokenizer.model_max_length
-    layers: Any = ()
     if not getattr(text, "rope_parameters", None):  # positions are learnt
         with torch.device("meta"), suppress(ValueError):  # AutoModel does not know a few decoders
-            layers = AutoModel.from_config(text, trust_remote_code=False).named_modules()
-    for name, layer in layers:
-        if "position" in name and isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
-            positions -= layer.padding_idx + 1  # RoBERTa's first token has the position after padding's
+            for name, layer in AutoModel.from_config(text, trust_remote_code=False).named_modules():
+                if "position" in name and isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+                    positions -= layer.padding_idx + 1  # RoBERTa's first token has the position after padding's
     return positions
 
 
