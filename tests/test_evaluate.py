@@ -52,6 +52,8 @@ def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:
     ]
     (output := tmp_path / "predictions.parquet").touch()
     assert tool(run.folder, f"--output={output}").stderr.startswith(f"evaluate: {output}: already exists; ")
+    (link := output.with_name("link")).symlink_to("nowhere")  # a file that another user may have chosen
+    assert tool(run.folder, f"--output={link}").stderr.startswith(f"evaluate: {link}: already exists; ")
 
 
 def test_what_is_no_model_or_checkpoint_is_one_line(tool: Tool, checkpoints: Tool, tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ import torch
 import yaml
 from accelerate import Accelerator
 from ruamel.yaml.error import YAMLError
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
 from torch.distributed.checkpoint import CheckpointException
 
 from src.checkpoint import files, output_dir, resume
@@ -44,6 +45,7 @@ from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
 from src.config.config import config_from
 from src.config.errors import RunError, UserError, cause, explained
+from src.config.groups import Optim
 from src.config.settings import read_arguments, read_yaml, write_yaml
 from src.config.terminal import masked, say
 from src.distributed.process import exit_codes
@@ -52,6 +54,7 @@ from src.tasks import TASKS
 from src.tasks.mnist import MnistCnn
 from src.tools import checkpoints  # room: tools
 from src.tracking import report  # room: report
+from src.training.optim import build_optimizers
 from src.training.state import ResumePoint
 from tests.faults.runs import ALL, TINY, relist
 from tests.launching import BIN, PROJECT, QUIET, WANDB, Launch, Tool, Whole, mistakes, needs, run_command
@@ -547,6 +550,41 @@ def test_whatever_is_in_a_runs_files_ends_in_one_line(  # room: tools+report
             folder.parent, folder, folder.parent / "x"
         }  # fmt: skip
         assert (folder.parent / "x").read_text() == "precious"
+
+
+EXPORTS: dict[str, tuple[str, Any]] = {
+    "weights that are none": ("model.safetensors", b"garbage"),
+    "no weights": ("model.safetensors", b""),
+    "a header without end": ("model.safetensors", b"\xff" * 100),
+    "damaged data": ("data_state.json", b"{"),
+    "deep data": ("data_state.json", b"[" * 100_000),
+    "weights of another model": ("model.safetensors", {"x": torch.zeros(3)}),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), EXPORTS.values(), ids=EXPORTS)
+def test_a_model_that_no_run_exported_is_one_line(whole: Whole, tmp_path: Path, name: str, content: Any) -> None:
+    """Tried without: a traceback, which advises to unpickle the file."""
+    run = whole("cpu", *ALL).folder
+    model = shutil.copytree(run / "model", tmp_path / "model")
+    shutil.copy(run / "config.yaml", tmp_path)
+    (model / name).write_bytes(content if isinstance(content, bytes) else save(content))
+    config = config_from(read_yaml((run / "config.yaml").read_bytes()), TASKS)
+    with pytest.raises(UserError, match=f"^{model}: not as a run exports it: [^\n]*$"):
+        config.task.load_export(model)
+
+
+def test_an_optimizers_state_of_another_shape_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """Tried without: DCP's traceback."""
+    model = MnistCnn()
+    checkpoint = shutil.copytree(checkpoint, tmp_path / "step_00000014")
+    tensors = load_file(checkpoint / FILES[0])
+    with safe_open(checkpoint / FILES[0], "pt") as opened:
+        metadata = opened.metadata()
+    name = next(name for name in tensors if name.endswith(".exp_avg") and tensors[name].ndim == 1)
+    save_file(tensors | {name: torch.zeros(3)}, checkpoint / FILES[0], metadata)
+    with pytest.raises(UserError, match=f"^{checkpoint} is damaged: {name}: another shape than that of the weights$"):
+        load_tensors(checkpoint, model, build_optimizers(Optim(name="adamw"), model))
 
 
 # ------------------------------------------------------------ secrets in URLs

@@ -92,6 +92,27 @@ def test_generate_asks_nobody_whether_to_run_a_models_code(  # room: tools
         assert not Path("it_ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("generation_config.json", {"eos_token_id": {"a": 1}}),
+        ("chat_template.jinja", "{% for i in range(10**9) %}{% endfor %}"),
+        ("chat_template.jinja", "{{ raise_exception('no') }}"),
+    ],
+    ids=["ends", "a long loop", "an error"],
+)
+def test_a_models_own_settings_that_cannot_be_are_one_line(  # room: tools
+    models: Path, name: str, content: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tried without: a traceback."""
+    copied(models, "theirs", {name: content})
+    with pytest.raises(SystemExit) as end, exit_codes("generate"):
+        generate(["theirs", "--prompt=a", "--max_new_tokens=1"])
+    assert end.value.code == 2
+    (says,) = capsys.readouterr().err.splitlines()
+    assert says.startswith("generate: ")
+
+
 # ------------------------------------------------------------ small inputs that would cost hours
 
 PIECES = ("\n", "<", "<think", "<think>", "</think>", "<think>\n", "think", "[", '"', "\\", "1", "\n/", "</think", "<|")
@@ -201,6 +222,16 @@ def test_a_config_of_endless_layers_is_refused(
     if fields:
         with pytest.raises(UserError, match=r"^not a language model: .* is 10,000,000, but no model has "):
             model.load_exported(Path("llama"))
+
+
+def test_a_config_of_a_real_size_is_none_of_them() -> None:
+    """Gemma 3n has a vocabulary for its layers, Doge 16,384 experts, and some heads have thousands of labels. Tried
+    with whatever has `layer` in its name."""
+    fields = {"vocab_size_per_layer_input": 262_144, "shared_expert_intermediate_size": 20_480, "num_experts": 16_384}
+    model.require_buildable({"text_config": fields, "num_labels": 100_000, "label2id": {"record player": 99_999}})
+    for name in ("num_blocks", "depth", "n_layer", "decoder_layers", "n_routed_experts"):
+        with pytest.raises(ValueError, match=f"^inner.{name} is 10,000,000, but no model has more than 30,000$"):
+            model.require_buildable({"inner": {name: MANY}})
 
 
 def test_a_pattern_that_would_match_for_years_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
