@@ -13,7 +13,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -111,9 +111,10 @@ def convert(file: Path, folder: Path) -> None:
     logging.disable_progress_bar()
     bars = contextlib.redirect_stderr(io.StringIO())  # another progress bar, and warnings
     with explained(f"{file.name}: transformers cannot read it: "), bars:
-        source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-        tokenizer = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
-        read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        read = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+        )
     # in transformers 5.17, the tokenizer's own eos token is the one that starts a turn
     tokenizer.eos_token_id, tokenizer.pad_token_id = read.config.eos_token_id, read.config.pad_token_id
     # saved with this, it would count as quantized; not every version of transformers sets it
