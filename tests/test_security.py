@@ -795,7 +795,7 @@ MIRROR = ("checkpoint.mirror",) if (PROJECT / "src/checkpoint/mirror.py").exists
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "..", "/etc/x", "a\nb", "a\x1b[2Jb", "a\0b", "a\u202eb"])
 def test_a_name_that_leaves_its_folder_or_controls_a_terminal_is_refused(tmp_path: Path, name: str) -> None:
     """The run's, and the part of its mirror; a mirror may be a folder on another disk, from its root."""
-    refused = "leads out of its folder (by .. or / at its start), or has control characters"
+    refused = "leads out of its folder, by .. or / at its start, or has control characters"
     (tmp_path / "a.yaml").write_text(json.dumps({"run_name": name}))
     with pytest.raises(UserError) as error:
         run_settings([f"--config={tmp_path}/a.yaml"])

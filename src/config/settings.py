@@ -69,7 +69,7 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
         value = os.path.expanduser(value) if value.startswith("~/") else value
         # what an older version has saved is as it is
         if info.context is not None and name in OUTSIDE and re.search(rf"{OUTSIDE[name]}|{CONTROL}", value):
-            raise ValueError("leads out of its folder (by .. or / at its start), or has control characters")
+            raise ValueError("leads out of its folder, by .. or / at its start, or has control characters")
         return value
 
     def validation_errors(self) -> Iterator[str]:
