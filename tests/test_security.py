@@ -332,8 +332,10 @@ def test_another_user_cannot_keep_a_run_out(tmp_path: Path, monkeypatch: pytest.
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o2775)  # its group, who may delete the file, may resume the run of one of them that was killed
     before = os.umask(0o002)
-    output_dir.lock(shared)
-    os.umask(before)
+    try:
+        output_dir.lock(shared)
+    finally:
+        os.umask(before)
     assert stat.S_IMODE((shared / ".lock").stat().st_mode) == 0o660
     for number, plant in enumerate((lambda file: file.symlink_to(tmp_path / "victim"), Path.mkdir)):
         (folder := tmp_path / str(number)).mkdir()

@@ -16,8 +16,8 @@ from src.training.progress import Progress
 from src.training.state import FORMAT_VERSION, Origin, RunState
 
 OR_ACCEPT_CHANGES = "or resume anyway with --checkpoint.accept_changes=true"
-PARTS: dict[str, Any] = {"": RunState, "progress": Progress, "origin": Origin}
-"""Parts of state.json that have fields."""
+NESTED: dict[str, Any] = {"progress": Progress, "origin": Origin}
+"""Parts of state.json that have fields of their own."""
 RUN_STATE = TypeAdapter(RunState)
 
 
@@ -25,11 +25,11 @@ def read_state(checkpoint: Path) -> RunState:
     """Return a checkpoint's state.json. Raise a UserError if it has another format version, or other fields; a RunError
     if it is damaged."""
     content = read_json(file := checkpoint / STATE)
-    known = {f"{part}.{f.name}" for part, kind in PARTS.items() for f in fields(kind)}
+    known = {f"{part}.{f.name}" for part, kind in NESTED.items() for f in fields(kind)}
     with reading(file):
         version = content["format_version"]
-        found = {f"{part}.{name}" for part in PARTS for name in {"": content, **content}[part]}
-    differing = sorted(known ^ found)
+        found = {f"{part}.{name}" for part in NESTED for name in {**content[part]}}
+    differing = sorted((known | {f.name for f in fields(RunState)}) ^ (found | content.keys()))
     if version != FORMAT_VERSION or differing:
         fault = f" with other fields ({listed(differing)})" if version == FORMAT_VERSION else ""
         raise UserError(

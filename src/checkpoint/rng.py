@@ -35,7 +35,7 @@ def restore_random_state(file: Path, device: torch.device) -> None:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss and float(gauss)))
         if not 0 <= state["numpy"][2] <= 624:  # the next word: numpy would read behind them
-            raise IndexError("numpy")
+            raise ValueError("numpy has no such word")
         np.random.set_state(state["numpy"])
         torch.set_rng_state(_from_hex(state["torch"]))
         if device.type in state:

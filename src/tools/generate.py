@@ -76,7 +76,7 @@ def load_with_tokenizer(source: str) -> tuple[Any, Any]:
 
 
 class Printer(TextStreamer):
-    """Prints a completion, whose control characters, but for ends of lines, are only shown."""
+    """Prints a completion. Control characters, other than line ends, are shown as escapes."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         super().on_finalized_text("\n".join(map(visible, text.split("\n"))), stream_end)

@@ -104,7 +104,8 @@ class CausalLM(CausalLMSettings, Decoder):
     def build_datasets(self) -> tuple[Any, Sequences]:
         opened = self.open_rows()
         first, *others = (part.train.column_names for part in opened)
-        names = [*filter(set(first).intersection(*others).__contains__, first)]
+        shared = set(first).intersection(*others)
+        names = [name for name in first if name in shared]
         asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
         self._columns = find_columns(asked, names)
         prompt = self._columns.get("prompt")
