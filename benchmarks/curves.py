@@ -28,6 +28,7 @@ SETTINGS = {
     "task.architecture": "{model_type: llama, hidden_size: 64, intermediate_size: 256, num_hidden_layers: 3,"
     " num_attention_heads: 4, num_key_value_heads: 2}",
     "global_batch_size": 8,
+    "optim.lr": 3e-3,
     "max_steps": STEPS,
     "log_every": 1,
     "eval_every": NEVER,

@@ -68,6 +68,8 @@ class Plan:
             "optim.weight_decay": WEIGHT_DECAY,
             "optim.schedule": "constant",
             "optim.warmup_steps": 0,
+            "optim.max_grad_norm": "null",
+            "optim.betas": "[0.9, 0.999]",  # torch's, as the peers have them
         }
 
     def peer(self, name: str, folder: Path) -> list[str]:

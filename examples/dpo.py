@@ -7,7 +7,7 @@ chosen one by more than the reference, a frozen copy of the model that it starte
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 
 from src.config.errors import UserError
+from src.config.settings import Values
 from src.tasks.base import Counts
 from src.tasks.text.chats import Chat, ChatEncoder, as_tools
 from src.tasks.text.model import Decoder, fsdp_blocks, load_exported
@@ -135,6 +136,13 @@ class Dpo(Decoder):
 
     def build_empty_model(self) -> None:
         """Leave it to `build_model`: the reference is a copy of the policy's weights."""
+
+    @classmethod
+    def run_defaults(cls, given: Mapping[str, Any]) -> Values:
+        defaults = super().run_defaults(given)
+        if given.get("task.architecture.model_type"):
+            return defaults
+        return defaults | {"epochs": 1, "optim.lr": 1e-6}  # as in TRL: at a higher rate, it forgets what it knew
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
         (opened,) = self.open_rows()

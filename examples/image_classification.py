@@ -5,6 +5,7 @@ import math
 import os
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from copy import copy
 from hashlib import sha256
 from pathlib import Path
@@ -19,10 +20,11 @@ from torchvision import datasets, models, ops
 from torchvision.transforms import v2
 
 from src.config.errors import UserError, explained, listed
-from src.config.settings import ResumeSafe
+from src.config.settings import ResumeSafe, Values
+from src.config.terminal import BIN
 from src.tasks import load_metric
 from src.tasks.base import Counts, Table, Task
-from src.tasks.tables import label_columns, label_tables
+from src.tasks.tables import label_columns, label_tables, picture
 
 FORMATS = "AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP"
 """What a file may be, whatever its name says: for others, Pillow would start programs, such as Ghostscript."""
@@ -34,7 +36,7 @@ Image.MAX_IMAGE_PIXELS = 75_000_000  # Pillow refuses twice as many, 150 megapix
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # of more than half of them
 
 
-def picture(file: str) -> Image.Image:
+def read_picture(file: str) -> Image.Image:
     """Return a picture as a viewer shows it: rotated as EXIF says, 16 bits reduced to 8, transparency on white; of
     several frames, the first. Raise a UserError that names the file if it cannot be read, or the range of its numbers
     is unknown."""
@@ -109,10 +111,10 @@ class ImageClassification(Task):
 
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
-        hint = "task.data_dir (`python -m examples.make_digits` makes data/digits_png): "
+        hint = f"task.data_dir (`{BIN}python -m examples.make_digits` makes data/digits_png): "
         with explained(hint, (OSError, ValueError)):
             train, val = (
-                Pictures(Path(self.data_dir, part), square, loader=picture, is_valid_file=self._is_picture)
+                Pictures(Path(self.data_dir, part), square, loader=read_picture, is_valid_file=self._is_picture)
                 for part in ("train", "val")
             )
         classes = self.state.data.setdefault("classes", [*map(shown, train.classes)])
@@ -139,6 +141,10 @@ class ImageClassification(Task):
                 Image.open(io.BytesIO(content), formats=FORMATS).verify()
             digest.update(f"{Path(file).relative_to(dataset.root)} {sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
+
+    @classmethod
+    def run_defaults(cls, given: Mapping[str, Any]) -> Values:
+        return {"optim.lr": 1e-4, "optim.max_grad_norm": 1.0} if given.get("task.weights") else {}
 
     def build_model(self) -> Any:
         weights = "" if self.state.is_trained else self.weights
@@ -176,9 +182,13 @@ class ImageClassification(Task):
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Table]:
-        return label_tables(
-            outputs, self.state.data["classes"], lambda index: {"file": shown(dataset.samples[index][0])}
-        )
+        def show(index: int) -> dict[str, str]:
+            file, _ = dataset.samples[index]
+            image = read_picture(file)
+            image.thumbnail((64, 64))
+            return {"image": picture(image), "file": shown(file)}
+
+        return label_tables(outputs, self.state.data["classes"], show)
 
     def predictions(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, list[Any]]:
         return {

@@ -42,11 +42,12 @@ def test_the_metrics_are_the_trainings_own(tool: Tool, run: Run, tmp_path: Path,
 
 
 def test_all_mistakes_at_once(tool: Tool, run: Run, tmp_path: Path) -> None:
-    refused = tool(run.folder, "--task.source=digts", "--task.sorce=digits", "--seed=3", "--bla")
+    refused = tool(run.folder, "--task.source=digts", "--task.sorce", "digits", "--seed", "3", "--shift=2", "bla")
     assert refused.exit_code == 2
     assert refused.stderr.splitlines() == [
-        "evaluate: --bla: not understood; settings are written --name=value",
+        "evaluate: bla: not understood; settings are written --name=value",
         "evaluate: --seed=3: only settings of the task that choose the data can be changed here",
+        "evaluate: --shift=2: only settings of the task that choose the data can be changed here",
         "evaluate: --task.source=digts: must be 'mnist' or 'digits'",
         "evaluate: --task.sorce=digits: unknown setting, did you mean task.source?",
     ]

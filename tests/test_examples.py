@@ -21,12 +21,14 @@ from torchvision.models import get_model
 from torchvision.transforms.functional import pil_to_tensor
 
 from examples import make_digits, make_table
-from examples.image_classification import ImageClassification, picture
+from examples.image_classification import ImageClassification, read_picture
 from examples.tabular_regression import TabularRegression
 from src.config.errors import UserError
+from src.config.terminal import BIN
 from src.training.evaluation import evaluate_alone
 from tests.launching import Launch, Rounding, Whole, needs, slow
 from tests.tasks import Short
+from train import run_settings
 
 STEPS = ("--max_steps=4", "--save_every=2", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
 BATCH_NORM = "--task.norm=batch"
@@ -113,6 +115,11 @@ def test_the_check_finds_no_fault(launch: Launch, shared: Path, what: str) -> No
     IMAGES_AND_TABLES[what].ready(shared).run(launch, "fsdp", "--check").succeeded()
 
 
+def test_weights_are_trained_at_a_lower_rate_by_default() -> None:
+    assert run_settings(["--task.name=image_classification"]).optim.lr == 3e-3
+    assert run_settings(["--task.name=image_classification", "--task.weights=DEFAULT"]).optim.lr == 1e-4
+
+
 def test_weights_come_from_a_file_and_their_statistics_stay(tmp_path: Path) -> None:
     """All but the head, which is new. Tried without loading them into the frozen layers: a variance of 1."""
     theirs = get_model("resnet18")
@@ -133,7 +140,7 @@ def test_bad_data_is_one_line(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "train/cat").mkdir(parents=True)
     (tmp_path / "train/cat/1.png").write_text("a cat")
     says = f"[Errno 2] No such file or directory: '{tmp_path}/val'"
-    pictures = f"task.data_dir (`python -m examples.make_digits` makes data/digits_png): {says}"
+    pictures = f"task.data_dir (`{BIN}python -m examples.make_digits` makes data/digits_png): {says}"
     assert refused(ImageClassification(data_dir=str(tmp_path))) == [pictures]
     (tmp_path / "val").symlink_to(tmp_path / "train")
     broken = launch("ddp", *PICTURES, f"--task.data_dir={tmp_path}", "--global_batch_size=2", processes=2)
@@ -197,7 +204,7 @@ def grey() -> Image.Image:
 
 
 def assert_shown(file: Path, expected: Image.Image) -> None:
-    assert pil_to_tensor(picture(str(file))).equal(pil_to_tensor(expected.convert("RGB")))
+    assert pil_to_tensor(read_picture(str(file))).equal(pil_to_tensor(expected.convert("RGB")))
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "I;16"])
@@ -243,11 +250,11 @@ def test_pictures_without_white_and_bombs_are_refused(tmp_path: Path, monkeypatc
     for mode in ("I", "F"):
         Image.new(mode, (4, 4)).save(tmp_path / f"{mode}.tiff")
         with pytest.raises(UserError, match=rf"{mode}\.tiff: cannot be read: its mode {mode} does not say which"):
-            picture(f"{tmp_path}/{mode}.tiff")
+            read_picture(f"{tmp_path}/{mode}.tiff")
     Image.new("L", (64, 64)).save(tmp_path / "bomb.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(UserError, match=r"bomb\.png: cannot be read: Image size \(4096 pixels\) exceeds limit"):
-        picture(f"{tmp_path}/bomb.png")
+        read_picture(f"{tmp_path}/bomb.png")
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
@@ -286,7 +293,7 @@ def test_a_picture_starts_no_program_and_fills_no_memory(
     assert file.stat().st_size < 30_000
     task = ImageClassification(data_dir=str(cats_and_dogs))
     warnings.simplefilter("default")  # as in a run
-    for read in (lambda: picture(str(file)), lambda: task.fingerprint(task.build_datasets()[0])):
+    for read in (lambda: read_picture(str(file)), lambda: task.fingerprint(task.build_datasets()[0])):
         with pytest.raises(UserError) as error:
             read()
         assert str(error.value).startswith(f"{file}: cannot be read: {says}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,10 +21,10 @@ from src.checkpoint.status import answer_at_start
 from src.checkpoint.store import Store, first_valid
 from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
+from src.config.environment import command_with
 from src.config.errors import RunError, UserError, refuse
 from src.config.settings import Change, flatten, marked
 from src.distributed.accelerator import Launch, num_machines
-from src.distributed.launcher import resume_command
 from src.distributed.process import COLLECTIVE_FAILED, TIMED_OUT, leave_it_to_others
 from src.tasks.base import Examples
 from src.training.progress import Progress
@@ -93,7 +94,7 @@ def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumeP
     Raises:
         UserError: all checkpoints are damaged, or this one belongs to a different run.
     """
-    command = resume_command(config)
+    command = command_with(sys.argv[1:] + ["--resume=auto"] * (config.resume != "auto"))
     if checkpoint is None:
         if damaged:
             advice = f"choose another --resume, or move {config.folder} away to start over"

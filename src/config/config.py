@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
-from src.config.environment import LaunchEnvironment, leftovers, processes
-from src.config.errors import explained, refuse
+from src.config.aliases import translate
+from src.config.environment import LaunchEnvironment, command_with, leftovers, processes
+from src.config.errors import UserError, explained, refuse
 from src.config.groups import Checkpoint, EarlyStopping, Optim, PartSettings
 from src.config.settings import (
     DOWNLOADABLE,
@@ -26,14 +27,16 @@ from src.config.settings import (
     ResumeSafe,
     SafeReopens,
     Settings,
+    flatten,
     help_lines,
     marked,
     nearest,
     read_arguments,
     setting_fields,
     validate,
+    with_defaults,
 )
-from src.config.terminal import say
+from src.config.terminal import BIN, say
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml
@@ -165,7 +168,7 @@ class Config(PartSettings, RunSettings):
             elif constants.HF_HUB_OFFLINE:
                 yield f"push_to_hub={repository}: HF_HUB_OFFLINE is set; unset it, or remove push_to_hub"
             elif get_token() is None:
-                yield f"push_to_hub={repository}: no credentials; run `hf auth login`"
+                yield f"push_to_hub={repository}: no credentials; run `{BIN}hf auth login`"
         if self.task.metric_names is not None:
             yield from metric_errors(self, [f"eval/{name}" for name in ("loss", "examples", *self.task.metric_names)])
 
@@ -175,7 +178,8 @@ class Config(PartSettings, RunSettings):
         if size % unit:
             split_over = processes(launch.world_size, launch.cp_size)
             product = f"{micro} (micro_batch_size) x {split_over} = {unit}" if micro else split_over
-            sizes = " or ".join(str(near) for near in (size // unit * unit, size // unit * unit + unit) if near)
+            below = size // unit * unit
+            sizes = f"{below} or {below + unit}".removeprefix("0 or ")
             yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
 
 
@@ -216,8 +220,9 @@ def load_config(
     Raises:
         UserError: the settings have mistakes. All of them are listed, one per line.
     """
-    mistakes = [*leftovers()]
-    values, written = read_arguments(argv, mistakes)
+    misread = [*leftovers()]
+    values, written = read_arguments(argv, misread)
+    mistakes, given = [*misread], values
 
     default, *_ = tasks
     name = str(values.get("task.name", default))
@@ -225,7 +230,7 @@ def load_config(
         mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(tasks))} ({', '.join(tasks)})")
         values = {key: value for key, value in values.items() if not key.startswith("task.")}
         name = default
-    config_class = _config_class(name, tasks)
+    config_class = _config_class(name, tasks, dict(flatten(values)))
     if {"--help", "-h"} & {*argv}:
         say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class))
         sys.exit(0)
@@ -233,6 +238,19 @@ def load_config(
     values["task.name"] = name
     values["run_name"] = values.get("run_name") or name
     config, wrong = validate(config_class, values, written, mistakes)
+    if wrong:
+        hints, ours = translate(given, written)
+        launch = f"{ours.pop('launch', '')} {ours.pop('precision', '')}".split()
+        arguments = [f"--{name}={text}" for name, text in ours.items()]
+        if hints:
+            try:
+                load_config(arguments, tasks, place_errors, downloads, False)
+            except UserError as error:
+                hints += error.args
+            said = "\n".join(hints)
+            arguments = [word for word in arguments if word.startswith("--task.name=") or f"\n{word}: " not in said]
+            here = "in this project's terms, without what these lines leave out, and with its defaults for the rest:"
+            refuse(dict.fromkeys([*misread, *hints, here, f"  {command_with(arguments, launch)}"]))
     remote = {
         name: parts
         for name in marked(config_class, DOWNLOADABLE) & values.keys()
@@ -259,11 +277,12 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
     return _config_class(saved["task"]["name"], tasks).model_validate(saved)
 
 
-@explained("task.name needs a package (for text, `pip install -e '.[text]'`): ", ModuleNotFoundError)
-def _config_class(task: str, tasks: Mapping[str, str]) -> type[Config]:
+@explained(f"task.name needs a package (for text, `{BIN}python -m pip install -e '.[text]'`): ", ModuleNotFoundError)
+def _config_class(task: str, tasks: Mapping[str, str], given: Mapping[str, Any] = {}) -> type[Config]:
     # import this task's file, and the libraries it needs, but no other task's
     task_class = resolve_name(tasks[task])
-    return create_model("Config", __base__=Config, task=(task_class, Field(default_factory=task_class)))
+    config_class: type[Config] = with_defaults(Config, task_class.run_defaults(given))
+    return create_model("Config", __base__=config_class, task=(task_class, Field(default_factory=task_class)))
 
 
 def metric_errors(config: Config, names: Collection[str]) -> list[str]:

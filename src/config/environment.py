@@ -1,8 +1,16 @@
-"""The environment variables by which a launcher tells a process what to join, and leftovers of another launch."""
+"""The launcher above this process: its command, the environment variables by which it tells a process what to join, and
+leftovers of another launch."""
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Collection, Iterator
+
+import psutil
+
+from src.config.terminal import BIN
 
 LAUNCH_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 """Variables by which launchers tell a process (and Accelerate) about the other processes."""
@@ -30,6 +38,31 @@ class LaunchEnvironment:
 def _size(name: str) -> int:
     value = os.environ.get(name, "")
     return max(1, int(value)) if value.isdigit() else 1
+
+
+def launcher_words() -> list[str]:
+    """Return the words after `accelerate launch` of the process above this one; none if it is another."""
+    with contextlib.suppress(psutil.Error):
+        # words end with \0, which no word can have
+        command = "\0".join(psutil.Process(os.getppid()).cmdline())
+        if found := re.search(r"(?s)(^|[/\0])accelerate([\0-]|\.commands\.)launch\0(.*)", command):
+            return found[3].split("\0")
+    return []
+
+
+def command_with(arguments: list[str], launch: Collection[str] = ()) -> str:
+    """Return the command that started this process, with these arguments of train.py in place of its own, and with more
+    of `accelerate launch`."""
+    words = launcher_words()
+    if launch and not words:
+        several = f"--config_file accelerate_configs/ddp.yaml --num_processes={LaunchEnvironment().world_size}"
+        words = several.split() + sys.argv
+    start = f"{BIN}accelerate launch " * bool(words)
+    if not words:
+        words = psutil.Process(os.getppid()).cmdline() if "TORCHELASTIC_RUN_ID" in os.environ else sys.orig_argv
+    script = len(words) - len(sys.argv)
+    command = shlex.join([*words[:script], *launch, words[script], *arguments])
+    return start + re.sub(r"--config_file[= ]('.*?'|\S+) (?=.*--config_file=)", "", command)
 
 
 def leftovers() -> Iterator[str]:

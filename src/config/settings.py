@@ -7,16 +7,16 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import copy
 from enum import Enum
 from pathlib import Path
 from textwrap import wrap
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ValidationError, ValidationInfo, create_model, field_validator, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from src.config.aliases import OURS
 from src.config.errors import UserError, cause, explained
 from src.config.terminal import CONTROL, masked
 
@@ -58,10 +58,12 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
         """Return what the user meant: read `1e3` as a number, even for an integer; expand the ~ in `--name=~/folder`,
         which no shell does. Refuse `None`, which is a word in YAML, where null is meant."""
-        if not isinstance(value, str):
-            return value
         name = info.field_name or ""
         annotation = cls.model_fields[name].annotation
+        if isinstance(value, bool) and annotation not in TEXT:
+            value = str(value)  # which is no number
+        if not isinstance(value, str):
+            return value
         if value.lower() == "none" and annotation is not str:
             raise ValueError("write null for none")
         if annotation not in TEXT and re.fullmatch(r"\d+(\.\d*)?[eE]\d+", value):
@@ -88,39 +90,34 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Written]:
     """Return the values, and how the user wrote each: the files named by `--config`, in order, overridden by the other
     arguments. Append a line to `mistakes` for whatever could not be read."""
-    files: list[str] = []
-    options: Written = {}
-    theirs = ""
-    arguments = iter(argv)
-    for argument in arguments:
-        is_option = argument.startswith("--")
-        name, equals, value = argument.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if is_option:
-            theirs = name if name in OURS else ""
-        if is_option and name == "config":
-            if file := value if equals else next(arguments, ""):
-                files.append(file)
-            else:
-                mistakes.append(f"{argument}: name a yaml file, --config=FILE.yaml")
-        elif is_option and (equals or name in ("check", "dry_run")):
-            options[name] = value if equals else "true"
-        elif theirs:
-            options[theirs] = "…"  # its name without a value, or part of its value
+    options: list[tuple[str, list[str]]] = []
+    is_open = False
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            options.append((name.replace("-", "_"), [value] * len(equals)))
+            is_open = not equals
+        elif is_open:
+            options[-1][1].append(word)
         else:
-            mistakes.append(f"{argument}: not understood; settings are written --name=value")
+            mistakes.append(f"{word}: not understood; settings are written --name=value")
 
     values: Values = {}
     written: Written = {}
-    for file in files:
+    for file in (file for name, words in options if name == "config" for file in words or [""]):
         for name, value in flatten(_read_file(file, mistakes)):
             values[name] = value
             written[name] = f"{file}: {name}: {value}"
-    for name, text in options.items():
-        value = _read_value(text)
-        # other text stays as it is, for pydantic to convert
-        values[name] = value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text
-        written[name] = f"--{name}={text}"
+    for name, words in options:
+        if name == "config":
+            continue
+        text = " ".join(words)
+        values[name], written[name] = words or True, f"--{name} {text}".rstrip()
+        if len(words) == 1:
+            value = _read_value(text)
+            # other text stays as it is, for pydantic to convert
+            values[name] = value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text
+            written[name] = f"--{name}={text}"
     for name, how in written.items():
         written[name] = masked(how)
         if written[name] != how:
@@ -186,10 +183,7 @@ def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
 
 def _refusal(name: str, problem: Any, known: list[str]) -> str:
     """Return a message for pydantic's error about the setting of this name."""
-    where = ".".join(map(str, problem["loc"]))
     match problem["type"]:
-        case "extra_forbidden" | "model_type" if where in OURS:
-            return f"use {OURS[where]}"
         case "extra_forbidden":
             return f"unknown setting{nearest(name, known)}"
         case "model_type":
@@ -217,6 +211,20 @@ def setting_fields(
             yield prefix + name, field, marks
 
 
+def with_defaults(model: type[Settings], defaults: Values) -> type[Any]:
+    """Return a subclass of `model` with other defaults, by dotted name."""
+    fields: dict[str, Any] = {}
+    for name, value in _unflatten(defaults).items():
+        field: Any = copy(model.model_fields[name])
+        if isinstance(value, dict):
+            group = with_defaults(field.annotation, value)
+            fields[name] = group, group()
+        else:
+            field.default, field.validate_default = value, True
+            fields[name] = field.annotation, field
+    return create_model(model.__name__, __base__=model, **fields)
+
+
 def marked(model: type[Settings], mark: Change | str) -> set[str]:
     """Return the dotted names of the settings that have this mark, or whose group has it."""
     return {name for name, _, marks in setting_fields(model) if mark in marks}
@@ -235,9 +243,9 @@ def help_lines(model: type[Settings]) -> Iterator[str]:
 def nearest(name: str, names: list[str]) -> str:
     """Return `, did you mean …?` with the closest of `names`, compared as a whole or by its last part; empty if none is
     close."""
-    last_parts = {re.split("[./]", candidate)[-1]: candidate for candidate in reversed(names)}
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    close = close or [last_parts[p] for p in difflib.get_close_matches(re.split("[./]", name)[-1], last_parts, n=1)]
+    part, *last_parts = (re.split(r"/|\.(?!yaml)", each)[-1] for each in (name, *names))
+    close = difflib.get_close_matches(name, names, 1, 0.75)
+    close = close or [names[last_parts.index(p)] for p in difflib.get_close_matches(part, last_parts, 1, 0.7)]
     return f", did you mean {close[0]}?" if close else ""
 
 

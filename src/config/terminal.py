@@ -6,6 +6,8 @@ tqdm draws the bars rather than rich: it needs no thread, and a killed run leave
 import errno
 import os
 import re
+import shlex
+import shutil
 import sys
 from threading import RLock
 from typing import Any
@@ -17,13 +19,21 @@ tqdm.set_lock(RLock())
 
 CONTROL = r"[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 """What controls a terminal (C0 but for the tab, C1), ends a line, turns its direction, or is no character."""
-USER = r"(?i)(https?:/+|:/+[^\s/?#@:]*:)[^\s/?#]+(?=@)"
-"""A secret before the host of a URL, where other file systems than HTTP may have a name alone."""
+USER = r"(?i)(https?:/+|:/+[^\s/?#@:]*:)[^\s/?#]+(?=@)|\bhf_[a-z\d]{30,}"
+"""A secret before the host of a URL, where other file systems than HTTP may have a name alone; a token of the Hub."""
 QUERY = (
     r"(?i)([?&;#][\w.%-]*(?:token|secret|passw(?:or)?d|pass|pwd|sig|sas|signature|credentials?|key|auth|authorization"
     r"|jwt|bearer|session)=)[^\s&;#'\"]*[^\s&;#'\":,.)]"
 )
 """A secret in the query of a URL."""
+HERE, NAME = os.path.split(sys.executable)
+BIN = (
+    ""
+    # `uv run` sets PATH for its command alone
+    if shutil.which(NAME) == sys.executable and "UV" not in os.environ
+    else shlex.quote(f"{min(HERE, os.path.relpath(HERE), key=len)}/")
+)
+"""What to type before the name of a program that is installed for this Python: nothing if a shell finds it."""
 
 
 def visible(text: str) -> str:

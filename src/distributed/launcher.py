@@ -6,9 +6,6 @@ is alone and trains a separate model. Here each of these ends the run with one l
 
 import ctypes
 import os
-import re
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.environment import LaunchEnvironment
+from src.config.environment import LaunchEnvironment, launcher_words
 from src.config.errors import UserError, explained
 from src.config.settings import nearest, read_yaml
 
@@ -39,10 +36,8 @@ value. Null: it is supported."""
 class Launcher:
     """The `accelerate launch` process above this one."""
 
-    words: list[str]
-    """Its command line after `accelerate launch`."""
     arguments: Any
-    """The same, parsed."""
+    """Its command line after `accelerate launch`, parsed."""
     config_file: str | None
     config: dict[str, Any]
     environment: dict[str, str]
@@ -50,34 +45,16 @@ class Launcher:
 
 def find_launcher() -> Launcher | None:
     """Return Accelerate's launcher; None if another launcher, or none, started this process."""
-    try:
-        parent = psutil.Process(os.getppid())
-        command, environment, folder = parent.cmdline(), parent.environ(), Path(parent.cwd())
-    except psutil.Error:
+    words = launcher_words()
+    if not words:
         return None
-    # words end with \0, which no word can have
-    found = re.search(r"(?s)(^|[/\0])accelerate([\0-]|\.commands\.)launch\0(.*)", "\0".join(command))
-    if not found:
-        return None
-    words = found[3].split("\0")
+    parent = psutil.Process(os.getppid())
+    environment, folder = parent.environ(), Path(parent.cwd())
     arguments = launch_command_parser().parse_args(words)
     file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
     with explained(f"{file}: ", YAMLError):
         config = read_yaml((folder / file).read_bytes()) if file else {}
-    return Launcher(words, arguments, file, config, environment)
-
-
-def resume_command(config: Config) -> str:
-    """Return the command that resumes this run: the one that started it, plus --resume=auto if it had another
-    --resume."""
-    launcher = find_launcher()
-    if launcher:
-        command = ["accelerate", "launch", *launcher.words]
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        command = psutil.Process(os.getppid()).cmdline()
-    else:
-        command = sys.orig_argv
-    return shlex.join(command if config.resume == "auto" else [*command, "--resume=auto"])
+    return Launcher(arguments, file, config, environment)
 
 
 def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnvironment) -> None:

@@ -131,7 +131,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         if not is_first_here:
             leave_it_to_others()
         which = "" if is_first_here else f" [process {rank}]"
-        say(*(f"{program}: {line}{which}" for line in error.args), file=sys.stderr)
+        # an indented line is to be pasted
+        say(*(line if line.startswith(" ") else f"{program}: {line}{which}" for line in error.args), file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except OSError as error:
         if error.errno not in DISK_ERRORS:

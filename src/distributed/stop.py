@@ -62,11 +62,6 @@ class StopSignal:
         """Return why this process should stop; None if it need not."""
         return SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.monotonic() > self._deadline else None)
 
-    @property
-    def requested(self) -> bool:
-        """Return whether this process was asked to stop."""
-        return self.reason is not None
-
     def any_requested(self) -> bool:
         """Return whether any process was asked to stop before the last call: the same answer on all, which must call
         this equally often. Collective."""
@@ -76,4 +71,4 @@ class StopSignal:
         return requests > 0
 
     def _begin(self) -> None:
-        self._summed = self.sums.begin({"requests": float(self.requested)})
+        self._summed = self.sums.begin({"requests": float(self.reason is not None)})

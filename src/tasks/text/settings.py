@@ -2,16 +2,19 @@
 transformers."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from src.config.groups import Fraction
-from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings
+from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings, Values, read_yaml
 from src.tasks.settings import TaskSettings
 from src.tasks.text.listing import KINDS, path_error
+
+DEFAULTS: dict[str, Values] = read_yaml(Path(__file__).with_name("defaults.yaml").read_bytes())
+"""Defaults of a run, by what of its model is trained."""
 
 
 class MixtureSource(Settings):
@@ -88,6 +91,12 @@ class TextSettings(TaskSettings):
     """Value for all of the model's dropout rates; null: as in its config."""
     lora: Lora = Lora()
     """Low-rank adapters."""
+
+    @classmethod
+    def run_defaults(cls, given: Mapping[str, Any]) -> Values:
+        if given.get("task.architecture.model_type"):
+            return DEFAULTS["from_scratch"]
+        return DEFAULTS["adapters" if given.get("task.lora.r") else "fine_tuning"]
 
     @property
     def parts(self) -> list[MixtureSource]:
@@ -206,5 +215,7 @@ class TextClassificationSettings(TextSettings):
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
+        if self.is_streamed:  # room: streaming
+            yield "task.streaming, task.sources: only task.name=causal_lm can stream or mix data"
         if not self.model:
             yield "task.model is not set: name a model on the Hub or a local folder"
