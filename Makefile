@@ -6,8 +6,11 @@ BIN := $(VENV)/bin
 # One thread per core; otherwise the launcher chooses for itself, and prints a notice.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
 TRAIN := $(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml train.py
-# $(call unused_name,first) is first or, if there is such a run, first-2, first-3, …
-unused_name = $$(name=$(1); n=1; while [ -e runs/$$name ]; do n=$$((n + 1)); name=$(1)-$$n; done; echo $$name)
+# $(call choose_run,first) sets run to the newest of first, first-2, … that is not done; if all are, to the next name
+choose_run = run=; n=1; next=$(1); while [ -e runs/$$next ]; do \
+	grep -qs '"status": "done"' runs/$$next/status.json || run=$$next; n=$$((n + 1)); next=$(1)-$$n; done; \
+	if [ -e "runs/$${run:-$$next}/status.json" ]; then $(if $(filter --run% --check,$(ARGS)),:,echo "runs/$$run is not \
+	done: resuming it; to start another run, add --run_name=NAME to ARGS"); fi; run=$${run:-$$next}
 
 .PHONY: help setup train test testall test-oldest test-machines lint format clean
 
@@ -39,8 +42,8 @@ ifeq ($(wildcard $(BIN)/pytest),)  # `uv sync` removes what the tests need
 .PHONY: $(VENV)/installed
 endif
 
-train: setup  ## train the CNN on scikit-learn's digits: two minutes
-	@$(TRAIN) --config configs/digits.yaml --run_name=$(call unused_name,digits) $(ARGS)
+train: setup  ## train the CNN on scikit-learn's digits, or resume it: two minutes
+	@$(call choose_run,digits); $(TRAIN) --config configs/digits.yaml --run_name=$$run $(ARGS)
 
 test: setup  ## run all but the slow tests: 6 to 12 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)

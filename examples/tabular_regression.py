@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from src.config.errors import explained, refuse
+from src.config.terminal import BIN
 from src.tasks.base import Counts, Task
 
 
@@ -77,7 +78,7 @@ class TabularRegression(Task):
 
     def _read(self, path: str) -> pd.DataFrame:
         """Return the columns in use, numbers and text. Raise a UserError with a line for each mistake."""
-        with explained(f"{path}: not a csv (`python -m examples.make_table` makes one): ", (OSError, ValueError)):
+        with explained(f"{path}: not a csv (`{BIN}python -m examples.make_table` makes one): ", (OSError, ValueError)):
             # only an empty cell is missing: NA is Namibia
             table = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
             header = [*pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]]  # without the names pandas makes up

@@ -259,11 +259,11 @@ def keep_one_task(project: Path, task: str, training: Training) -> None:
 def write_makefile(file: Path, task: str, training: Training) -> None:
     """Make `make train` train the task, and leave out what only this project does."""
     text = file.read_text(encoding="utf-8")
-    run = f"--config {training.config} \\\n\t\t--run_name=$(call unused_name,{Path(training.config).stem})"
-    train = f"$(TRAIN) {run} $(ARGS)"
+    choose, run = f"$(call choose_run,{Path(training.config).stem})", f"--config {training.config} --run_name=$$run"
+    train = f"{choose}; \\\n\t$(TRAIN) {run} $(ARGS)"
     if training.has_weights:
         model = "model=$(or $(MODEL),$$($(BIN)/python -m src.tasks.weights))"
-        train = f"{model} && \\\n\t$(TRAIN) {run} --task.model=$$model $(ARGS)"
+        train = f"{model} && {choose} && \\\n\t$(TRAIN) {run} --task.model=$$model $(ARGS)"
     needs = "setup data" if training.maker else "setup"
     rules = f"train: {needs}  ## train with {training.config}; ARGS='--seed=1 …'\n\t@{train}\n\n"
     if training.maker:

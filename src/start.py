@@ -5,9 +5,11 @@ imported.
 """
 
 import gc
+import os
 
 from src.checkpoint.output_dir import folder_errors
 from src.config.config import Config, load_config
+from src.config.terminal import is_first, say
 from src.distributed.process import SIGNALS, end_with_launcher, exit_codes
 from src.tasks import SETTINGS, TASKS
 
@@ -23,6 +25,8 @@ def begin(argv: list[str]) -> None:
     SIGNALS.catch()
     with exit_codes():
         load_config(argv, TASKS | SETTINGS, folder_errors, DOWNLOADS, may_download=False)
+    if os.environ.get("WORLD_SIZE", "1") > "1" and is_first():
+        say(f"{os.environ['WORLD_SIZE']} processes are starting …")
     gc.disable()  # until main: looking for garbage would take 0.6 s of the 2.3 in which torch is imported
 
 

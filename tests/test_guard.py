@@ -3,6 +3,7 @@
 import ast
 import ctypes
 import importlib.metadata
+import shutil
 import signal
 import subprocess
 import sys
@@ -377,7 +378,7 @@ def test_a_gpu_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, load: Any, cuda
     assert unusable_gpu() is None
 
 
-REAL = importlib.metadata.version
+REAL, FOUND = importlib.metadata.version, importlib.metadata.distributions
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -389,7 +390,11 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
             raise importlib.metadata.PackageNotFoundError(name)
         return found
 
+    def distributions(**of: Any) -> Any:
+        return [] if versions.get(of.get("name", ""), "") is None else FOUND(**of)
+
     monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "distributions", distributions)
 
 
 def test_an_environment_that_is_half_there_is_one_line_before_anything_is_imported() -> None:
@@ -417,6 +422,26 @@ def test_what_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch, versions: A
     found = lacking()
     assert len(found) == bool(says)
     assert not says or found[0].startswith(says)
+
+
+def test_what_is_missing_is_in_the_environment_of_the_project_if_there_is_one(tmp_path: Path) -> None:
+    """Which is then named, so that nobody installs all of it again, by an older Python too. Tried without the look: a
+    `pip install`."""
+    (tmp_path / "src/config").mkdir(parents=True)
+    for file in ("src/__init__.py", "src/config/requirements.py", "requirements.txt"):
+        shutil.copy(PROJECT / file, tmp_path / file)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    older = "import sys; sys.version_info = (3, 9, 2); import src"
+    for how in ("import src", older):
+        done = subprocess.run([sys.executable, "-S", "-c", how], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("not installed: torch, " if how != older else "Python 3.11 or newer is needed, ")
+        assert line.endswith(f": run `. .venv/bin/activate` first, as this is {sys.executable}")
+    (tmp_path / ".venv/bin/python").symlink_to(sys.executable)  # the one that lacks it
+    done = subprocess.run([".venv/bin/python", "-S", "-c", "import src"], cwd=tmp_path, capture_output=True, text=True)
+    assert "run `make setup` or, in an environment of your own, " in done.stderr
 
 
 @needs("src/tasks/text")

@@ -1,7 +1,10 @@
 """An output folder that holds another run, or that cannot be written to, is refused before anything is touched."""
 
+import json
+import os
 import shutil
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from src.checkpoint import output_dir
 from src.checkpoint.output_dir import lock
 from src.config.errors import UserError
 from tests.faults.runs import ALL, TINY
-from tests.launching import Whole, mistakes
+from tests.launching import PROJECT, Whole, mistakes
 from train import run_settings
 
 
@@ -53,7 +56,7 @@ def test_a_link_to_a_disk_that_is_not_mounted(link: str) -> None:
     """Tried without: a run whose checkpoints are elsewhere starts over, or ends in a traceback."""
     Path(f"runs{link}").parent.mkdir(parents=True, exist_ok=True)
     Path(f"runs{link}").symlink_to("/nowhere/disk")
-    assert f"runs{link} is a broken link to /nowhere/disk: mount the disk or create the folder" in mistakes()[-1]
+    assert f"runs{link}, No such file or directory; choose another --run_name or --output_dir" in mistakes()[-1]
 
 
 def test_a_run_does_not_start_over_where_its_checkpoints_went_away() -> None:
@@ -106,3 +109,45 @@ def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_
     lock(tmp_path)
     with pytest.raises(ValueError, match="another process is writing this run"):
         lock(tmp_path)
+
+
+NOT_DONE = "runs/{} is not done: resuming it; to start another run, add --run_name=NAME to ARGS\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "arguments", "chosen", "says"),
+    [
+        ({}, "", "digits", False),
+        ({"digits": "preempted"}, "", "digits", True),
+        ({"digits": "preempted"}, "--check", "digits", False),
+        ({"digits": "preempted"}, "--seed=1 --run_name=x", "digits", False),  # x, as the last one counts
+        ({"digits": "done"}, "", "digits-2", False),
+        ({"digits": None}, "", "digits", False),  # a report of --check alone
+        ({"digits": "done", "digits-2": "unfinished"}, "--seed=1", "digits-2", True),
+        ({"digits": "preempted", "digits-2": "preempted"}, "", "digits-2", True),
+        ({"digits": "unfinished", "digits-2": "done"}, "", "digits", True),
+        ({"digits": "done", **{f"digits-{n}": "done" for n in range(2, 11)}}, "", "digits-11", False),
+        ({"digits-of-mine": "unfinished"}, "", "digits", False),
+    ],
+)
+def test_make_resumes_the_newest_run_that_is_not_done(
+    tmp_path: Path, found: dict[str, str | None], arguments: str, chosen: str, says: bool
+) -> None:
+    """And begins another under a new name once all are done. With an `accelerate` that only prints what it is called
+    with. Tried with the first free name, as before, and with a look at config.yaml in place of status.json."""
+    for name in ("Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt"):
+        shutil.copy(PROJECT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for file in ("bin/pytest", "bin/accelerate", "installed"):
+        (tmp_path / ".venv" / file).write_text("#!/bin/sh\necho $*\n")
+        (tmp_path / ".venv" / file).chmod(0o755)
+    for name, status in found.items():
+        (folder := tmp_path / "runs" / name).mkdir(parents=True)
+        if status:
+            (folder / "status.json").write_text(json.dumps({"status": status}, indent=2))
+    environment = {"PATH": os.environ["PATH"]}  # without what the `make` that runs the tests was given
+    command = ["make", "train", f"ARGS={arguments}"]
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    *before, called = printed.splitlines(keepends=True)
+    assert called.split("--run_name=")[1].split() == [chosen, *arguments.partition("--run_name=")[0].split()]
+    assert before == ([NOT_DONE.format(chosen)] if says else [])

@@ -27,7 +27,7 @@ from src.tools.plan.measure import Measured, Setup, environment_for, highest
 from src.tools.plan.search import Row, explore, setups
 from src.tools.plan.show import recommendation, table
 from tests.launching import BIN, PROJECT, QUIET, Launch, needs, run_command, slow
-from tests.planning import H100, llama, measured, setup
+from tests.planning import H100, SHAPE, llama, measured, setup
 
 needs_text = needs("src/tasks/text/causal_lm.py")
 needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
@@ -191,6 +191,20 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     reason = "is compiled by gcc, missing here" if is_served else "needs Linux on x86-64"
     with pytest.raises(UserError, match=f"measured on a null GPU, but the null GPU {reason}: use the Dockerfile"):
         main(["--", *DIGITS])
+
+
+@needs_text
+@needs_null_gpu
+def test_a_config_alone_is_enough_to_plan(text: str, tmp_path: Path) -> None:
+    """Its tokens are bytes, which is said, and not part of the command to train with. Tried without: one line, that it
+    has no tokenizer."""
+    config = {"model_type": "llama", "vocab_size": 1000, **SHAPE}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = ["--task.name=causal_lm", f"--task.model={tmp_path}", f"--task.dataset={text}", "--max_steps=1"]
+    run = run_command([*PLAN, f"--output={tmp_path}/plan", "--", *settings], tmp_path, PROJECT).succeeded()
+    assert f"{tmp_path} has no tokenizer: the plan takes each byte for a token\n" in run.stdout
+    assert "tokenizer=bytes" not in run.stdout
+    assert "cheapest that fits" in run.stdout
 
 
 @needs_text

@@ -2,6 +2,7 @@
 
 import shlex
 
+from src.config.terminal import BIN
 from src.tracking.part import Entry, Part
 
 
@@ -12,5 +13,5 @@ class NextStep(Part):
 
     def end(self, summary: Entry | None, crash: str | None) -> None:
         if summary:
-            word, program = self._run.task.next_step
-            self.closing = f"  {word:<10} python -m {program} {shlex.quote(str(self._run.config.folder))}"
+            word, module = self._run.task.next_step
+            self.closing = f"  {word:<10} {BIN}python -m {module} {shlex.quote(str(self._run.config.folder))}"

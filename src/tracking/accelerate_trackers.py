@@ -4,6 +4,7 @@ import shlex
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
+from src.config.terminal import BIN
 from src.tracking.guard import tracked_config
 from src.tracking.part import Entry, Part, Tables
 
@@ -27,7 +28,7 @@ class Trackio(AcceleratePart):
     """Logs a run to trackio. With the same id, a resumed run continues there."""
 
     tracker = title = "trackio"
-    closing = f"  trackio    trackio show --project {PROJECT}"
+    closing = f"  trackio    {BIN}trackio show --project {PROJECT}"
 
     def start(self) -> None:
         self.where = f"{self._run.config.run_name}-{self._id}"
@@ -42,7 +43,7 @@ class TensorBoard(AcceleratePart):
 
     def start(self) -> None:
         self.where = str(self._run.config.folder / "tensorboard")
-        self.closing = f"  TB         tensorboard --logdir {shlex.quote(self.where)}"
+        self.closing = f"  TB         {BIN}tensorboard --logdir {shlex.quote(self.where)}"
         # hide the steps that a killed session had logged and this one takes again
         self._tracker = TensorBoardTracker("", logging_dir=self.where, purge_step=self._run.progress.step + 1)
         self._tracker.start()

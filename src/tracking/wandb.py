@@ -21,8 +21,9 @@ from PIL import Image
 from src.checkpoint.export import replacing
 from src.checkpoint.files import list_checkpoints, step_of
 from src.config.settings import write_yaml
+from src.config.terminal import BIN
 from src.config.wandb import Keep
-from src.tasks.base import PICTURE, Table
+from src.tasks.base import PICTURE
 from src.tracking.guard import tracked_config
 from src.tracking.part import Entry, Part, Tables
 from src.training.run import Run
@@ -33,7 +34,7 @@ def download_artifact(name: str) -> Path:
     machine downloads it, and the others wait. Raise W&B's error if that fails."""
     wandb = import_module("wandb")
     if not wandb.login(prompt=False, verify=False):
-        raise ValueError("no credentials: `wandb login` first")
+        raise ValueError(f"no credentials: `{BIN}wandb login` first")
     artifact = wandb.Api().artifact(name)
     folder = Path("artifacts", artifact.qualified_name)  # with a version, not an alias
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ class WandbPart(Part):
             if self._mode == "auto":
                 self._mode = "online"
                 if not wandb.login(prompt=False, verify=False):
-                    self._mode, why = "offline", "no credentials: `wandb login` for online"
+                    self._mode, why = "offline", f"no credentials: `{BIN}wandb login` for online"
             run = wandb.init(mode=self._mode, **arguments)
         except wandb.errors.Error as error:
             why = f"could not go online: {str(error).splitlines()[0]}"
@@ -94,14 +95,22 @@ class WandbPart(Part):
         if run.offline:  # without a URL, and asking for it warns
             self.where = f"offline ({why})"
             there = f"{shlex.quote(run.settings.wandb_dir)}/offline-run-*-{shlex.quote(self._id)}"
-            self.closing = f"  upload     wandb sync {there}"
+            self.closing = f"  upload     {BIN}wandb sync {there}"
         else:
             self.where, self.closing = str(run.url), f"  W&B        {run.url}"
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")  # W&B's own counter would drop steps after a resume
 
     def log(self, entry: Entry, tables: Tables) -> None:
-        self._wandb_run.log(entry | {name: self._table(rows) for name, rows in tables.items()})
+        media: Entry = {}
+        for name, rows in tables.items():
+            cells = [[self._cell(row, value) for value in row.values()] for row in rows]
+            table = media[name] = self._wandb.Table(columns=[*rows[0]], data=cells)
+            # pictures once more, for a panel of them with a slider over the steps
+            for column in rows[0]:
+                if images := [cell for cell in table.get_column(column) if isinstance(cell, self._wandb.Image)]:
+                    media[f"{name}/{column}"] = images
+        self._wandb_run.log(entry | media)
         self._save_checkpoints()
 
     def end(self, summary: Entry | None, crash: str | None) -> None:
@@ -145,11 +154,10 @@ class WandbPart(Part):
             artifact.add_reference(folder.absolute().as_uri(), checksum=False)
         self._wandb_run.log_artifact(artifact, aliases=["latest", *aliases])
 
-    def _table(self, rows: Table) -> Any:
-        return self._wandb.Table(columns=list(rows[0]), data=[[self._cell(v) for v in row.values()] for row in rows])
-
-    def _cell(self, value: Any) -> Any:
-        if isinstance(value, str) and value.startswith(PICTURE):
-            png = base64.b64decode(value.removeprefix(PICTURE))
-            return self._wandb.Image(Image.open(io.BytesIO(png), formats=["PNG"]))
-        return value
+    def _cell(self, row: Entry, value: Any) -> Any:
+        """Return a value of a row, or a picture, with the row's other cells as its caption."""
+        if not str(value).startswith(PICTURE):
+            return value
+        png = base64.b64decode(value.removeprefix(PICTURE))
+        caption = ", ".join(f"{n} {v}" for n, v in row.items() if not str(v).startswith(PICTURE))
+        return self._wandb.Image(Image.open(io.BytesIO(png), formats=["PNG"]), caption=caption)

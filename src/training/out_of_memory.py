@@ -1,20 +1,21 @@
 """Explain in one line why a GPU ran out of memory: what held it, and which changes would help."""
 
 import contextlib
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from src.config.errors import UserError
+from src.config.terminal import BIN
 from src.training.gradients import local_gradients, to_local
 from src.training.run import Run
 
 GB = 1e9
 HELP = (
     "what would help: --activation_checkpointing=true, a smaller --micro_batch_size or sequence, and FSDP on more GPUs"
-    + "; to see what fits: python -m src.tools.plan -- SETTINGS" * Path("src/tools/plan").is_dir()
+    + f"; to see what fits: {BIN}python -m src.tools.plan -- SETTINGS" * os.path.isdir("src/tools/plan")
 )
 
 
@@ -27,7 +28,11 @@ def explaining_memory(phase: str, run: Run | None = None) -> Iterator[None]:
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()  # of CUDA itself and of other processes
         line = f"out of memory in the {phase}, on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} GB outside torch"
-        raise UserError(f"{line}{_held(run) if run else ''}; {HELP}") from error
+        if run:
+            held = {name: sum(t.nbytes for t in of if t.is_cuda) for name, of in tensors_of(run).items()}
+            held["activations"] = torch.cuda.max_memory_allocated() - sum(held.values())
+            line += ": " + ", ".join(f"{name} {size / GB:.1f}" for name, size in held.items())
+        raise UserError(f"{line}; {HELP}") from error
 
 
 def tensors_of(run: Run) -> dict[str, list[Tensor]]:
@@ -38,10 +43,3 @@ def tensors_of(run: Run) -> dict[str, list[Tensor]]:
         "gradients": local_gradients(run.parameters),
         "optimizer": [to_local(value) for state in states for value in state.values() if isinstance(value, Tensor)],
     }
-
-
-def _held(run: Run) -> str:
-    """Return what held the memory, in GB."""
-    held = {name: sum(t.nbytes for t in of if t.is_cuda) for name, of in tensors_of(run).items()}
-    held["activations"] = torch.cuda.max_memory_allocated() - sum(held.values())
-    return ": " + ", ".join(f"{name} {size / GB:.1f}" for name, size in held.items())

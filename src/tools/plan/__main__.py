@@ -15,7 +15,7 @@ from src.config.terminal import bar, say
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
-from src.tools.plan.measure import environment_for
+from src.tools.plan.measure import environment_for, has_config_alone
 from src.tools.plan.search import CP_YAML, YAMLS, explore, setups
 from src.tools.plan.show import GB, recommendation, table, write
 
@@ -42,6 +42,8 @@ def main(argv: list[str]) -> None:
         # the null GPU has to take the place of CUDA's libraries before they are loaded
         os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment_for(gpu))
     config = load_config(options.arguments, TASKS)
+    if has_config_alone(config.task):
+        say(f"{config.task.model} has no tokenizer: the plan takes each byte for a token")
     say(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (simulated: docs/plan.md)")
     # one after the other, as the host's time is measured too
     rows = [explore(setup) for setup in bar("setups tried", iterable=todo)]

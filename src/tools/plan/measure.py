@@ -5,11 +5,13 @@ All other processes are assumed identical, and weights are uninitialized memory.
 
 import gc
 import os
+import re
 import time
 from bisect import bisect
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -111,6 +113,14 @@ def launcher_arguments(setup: Setup) -> list[str]:
     return [*words, *(f"--parallelism_config_{name}_size={size}" for name, size in sizes.items())]
 
 
+def has_config_alone(task: Any) -> bool:
+    """Return whether the task trains a language model whose folder has a config but no tokenizer."""
+    if getattr(task, "tokenizer", "the model's"):
+        return False
+    files = " ".join(file.name for file in Path(task.model or os.devnull).glob("*"))
+    return "config.json" in files and not re.search("token|vocab|spiece", files)
+
+
 def build_without_values(config: Config) -> Run:
     """Build the run as train.py does, but with uninitialized weights and no output folder."""
     accelerator, launch = build_accelerator(config)
@@ -171,6 +181,8 @@ def measure(setup: Setup, share: float) -> Measured:
         os.environ["LOCAL_WORLD_SIZE"] = str(min(setup.gpus, setup.gpu.gpus_per_machine))
         join_alone(setup.gpus)
     config = load_config([*setup.arguments], TASKS)
+    if has_config_alone(config.task):
+        config = load_config([*setup.arguments, "--task.tokenizer=bytes"], TASKS)
     return Trial(build_without_values(config), setup.gpu).measured(share)
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 
 from src.config.config import Config
 from src.config.errors import explained
+from src.config.terminal import BIN
 from src.tools.plan.estimate import seconds_of
 from src.tools.plan.measure import highest, launcher_arguments
 from src.tools.plan.search import Row
@@ -79,7 +80,7 @@ def recommendation(rows: list[Row], config: Config) -> str:
     if not row or not row.measured:
         return "nothing fits: try --activation_checkpointing=true, LoRA, shorter sequences, more GPUs or larger ones"
     setup, found = row.setup, line(row, config)
-    command = f"accelerate launch {shlex.join(launcher_arguments(setup))} "
+    command = f"{BIN}accelerate launch {shlex.join(launcher_arguments(setup))} "
     if setup.gpus > setup.gpu.gpus_per_machine:
         command += "--machine_rank=… --main_process_ip=… "
     command += f"train.py {shlex.join(setup.arguments)}"
