@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -20,6 +21,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from src.config.terminal import BIN
 from src.distributed import process
 from src.tasks.mnist import Mnist
 from src.tracking.summary import MOST_CHARACTERS, shown
@@ -71,7 +73,7 @@ def test_a_terminal_shows_what_goes_on_and_ends_with_what_to_do_next(in_terminal
     assert output.count("eta ?  batches") == 2  # evaluations begin, on one process
     assert re.search(r"100% █.*6/6  eta 00:00  loss \d", output)
     commands = [line.rstrip() for line in output.split("\n") if "python -m" in line]  # whole, to be copied
-    assert commands == ["  evaluate   python -m src.tools.evaluate runs/x"][:CAN_EVALUATE]
+    assert commands == [f"  evaluate   {BIN}python -m src.tools.evaluate runs/x"][:CAN_EVALUATE]
 
 
 def test_output_that_nobody_reads_ends_no_run(launch: Launch) -> None:
@@ -84,6 +86,49 @@ def test_output_that_nobody_reads_ends_no_run(launch: Launch) -> None:
         run = launch("ddp", *SHORT, before=without_reader, **more)
         assert run.status == status
     assert len(run.losses) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "typed"),
+    [
+        ("/usr/bin", {}, ".venv/bin/"),
+        ("{0}/.venv/bin:/usr/bin", {}, ""),
+        ("{0}/.venv/bin:/usr/bin", {"UV": "/usr/bin/uv"}, ".venv/bin/"),  # `uv run`, whose PATH ends with it
+        ("{0}/other:{0}/.venv/bin", {}, ".venv/bin/"),  # where another python comes first
+    ],
+)
+def test_printed_commands_are_of_the_environment_that_prints_them(
+    tmp_path: Path, path: str, more: dict[str, str], typed: str
+) -> None:
+    """By their path, except where a shell finds them. Tried without a look at PATH, and without one at UV."""
+    for folder in (".venv/bin", "other"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "python").symlink_to(sys.executable)
+    code = f"import sys; sys.path[:0] = {[str(PROJECT), *sys.path]}; from src.config.terminal import BIN; print(BIN)"
+    command = [str(tmp_path / ".venv/bin/python"), "-S", "-c", code]
+    env = {"PATH": path.format(tmp_path), **more}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{typed}\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "says"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4"}, [], "4 processes are starting …\n"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, [], ""),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, [], ""),
+        ({}, [], ""),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, ["--bad=1"], ""),
+    ],
+)
+def test_several_processes_say_that_they_start_before_torch_is_imported(
+    tmp_path: Path, variables: dict[str, str], arguments: list[str], says: str
+) -> None:
+    """Unless there is a mistake to tell. Tried with the line in `main`, after the imports, and on each process."""
+    variables = {**variables, "TORCHELASTIC_RUN_ID": "x"} if variables else {}
+    code = f"import sys; from src.start import begin; begin({arguments}); assert 'torch' not in sys.modules"
+    run = run_command([sys.executable, "-c", code], tmp_path, PROJECT, **variables)
+    assert (run.stdout, run.exit_code) == (says, 2 if arguments else 0)
 
 
 KILLED = """
@@ -200,14 +245,14 @@ def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tm
     output = in_terminal(80, "cpu", "--task.name=causal_lm", *task, "--max_steps=2", "--global_batch_size=4")
     assert "reading the training data" in output
     assert "tokenizing training data" in output
-    talk = "  talk       python -m src.tools.generate runs/x"
+    talk = f"  talk       {BIN}python -m src.tools.generate runs/x"
     assert (talk in output) == (PROJECT / "src/tools/generate.py").exists()
 
 
 def test_a_dumb_terminal_gets_plain_lines(in_terminal: Shown) -> None:
     """As a pipe does (test_runs.py). Tried without a look at TERM: a bar."""
     output = in_terminal(80, "cpu", *SHORT, TERM="dumb")
-    assert not re.search(r"[\x1b%█▁]", output)
+    assert not re.search(r"[\x1b█▁]", output)
     assert len(re.findall("^step +[246]/6  loss", output, re.MULTILINE)) == 3
 
 
@@ -226,10 +271,19 @@ def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(launch
     assert run.stderr == ""
     assert run.stdout.splitlines()[-2].startswith("dry run: 14 of 14 steps to take, evaluating every 8, saving")
     assert ", 2 processes" in run.stdout
+    chosen = "adamw*, lr 0.003*, one_cycle*, warm-up 30%*, no clipping*, weight decay 0.01*  (* the default)"
+    assert f"optimizer  {chosen}\n" in run.stdout
     assert f"output     {tmp_path}/a/b" in run.stdout
     task = Mnist(source="digits")
     first = [f"training example {i}, in step 1:\n{digit(task, i)}" for i in order(epoch=0)[:2]]
     assert "\n\n".join(first) in run.stdout
+
+
+def test_a_batch_that_takes_all_data_gets_a_line(launch: Launch) -> None:
+    """Tried with one of 1,437, which leaves an example for another step."""
+    run = launch("cpu", "--task.source=digits", "--global_batch_size=1438", "--optim.max_grad_norm=1", "--dry-run")
+    assert "one step per epoch: global_batch_size=1,438 takes all training data\n" in run.succeeded().stdout
+    assert "warm-up 30%*, clipping at 1, weight decay 0.01*  (* the default)\n" in run.stdout
 
 
 def test_a_dry_run_loads_the_resume_point_and_touches_nothing(launch: Launch, whole: Whole, tmp_path: Path) -> None:

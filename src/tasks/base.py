@@ -112,6 +112,9 @@ class Task(TaskSettings):
     """What to do first with a trained model: a verb, and the program that does it."""
     splits_sequences: ClassVar[bool] = False
     """Whether several processes can split each example, which is a sequence: see `TaskState.cp`."""
+    kept_outputs: ClassVar[dict[str, int]] = {}
+    """For outputs of `evaluate` that are too large to keep for all examples, such as masks to show: of how many of the
+    evaluation set's first examples to keep them, by name. Only these reach the main process. Others are kept whole."""
 
     _state: TaskState = PrivateAttr(default_factory=TaskState)
 
@@ -173,7 +176,7 @@ class Task(TaskSettings):
 
     def metrics(self, outputs: Tensors) -> Metrics:
         """Return the metrics over the whole evaluation set, by name. `outputs` come from `evaluate`, each example
-        exactly once, in the dataset's order, on the CPU."""
+        exactly once, in the dataset's order, on the CPU; those in `kept_outputs`, of the first examples alone."""
         return {}
 
     def tables(self, outputs: Tensors, dataset: Any) -> Tables:
@@ -182,8 +185,9 @@ class Task(TaskSettings):
         return {}
 
     def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
-        """Return the columns of predictions.parquet, with a row per example. Arguments are as for `tables`."""
-        return {name: values.tolist() for name, values in outputs.items()}
+        """Return the columns of predictions.parquet, with a row per example: by default, all outputs but those in
+        `kept_outputs`. Arguments are as for `tables`."""
+        return {name: values.tolist() for name, values in outputs.items() if name not in self.kept_outputs}
 
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of what the dataset returned: nested tensors whose first dimension is the examples."""
@@ -205,6 +209,10 @@ class Task(TaskSettings):
         """Return statistics of a dataset by name, for summary.json and the terminal: counts, and fractions as
         floats."""
         return {}
+
+    def dataset_size(self, dataset: Any) -> str:
+        """Say how large a dataset is, for the terminal."""
+        return f"{len(dataset):,} examples"
 
     def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:
         """Return the order of an epoch: indices into `train`, each once. Draw from `random` alone, which is the same on
@@ -258,6 +266,7 @@ class Task(TaskSettings):
         if (folder / DATA_STATE).is_file():
             with explained(says, (ValueError, RecursionError)):
                 self.state.data = json.loads((folder / DATA_STATE).read_bytes())
+        self.state.is_trained = True
         model = self.build_model()
         with explained(says):
             load_torch_model(model, folder, strict=True)

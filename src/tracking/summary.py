@@ -3,6 +3,7 @@
 from typing import Any
 
 from src.config.environment import processes
+from src.config.groups import Optim
 from src.config.terminal import say
 from src.training.batches import epoch_order, epoch_seed
 from src.training.run import Run
@@ -13,7 +14,7 @@ MOST_CHARACTERS = 4000
 
 def print_summary(run: Run, trackers: dict[str, str]) -> None:
     """Print what is about to run. `trackers`: where each tracker logs the run, by its title."""
-    launch, config = run.launch, run.config
+    launch, config, size = run.launch, run.config, run.task.dataset_size
     backend = f" on {launch.backend}" if launch.backend else ""
     if launch.comm_hook:
         backend += f" (gradients: {launch.comm_hook})"
@@ -21,22 +22,42 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
         "strategy": f"{launch.strategy}, {processes(launch.num_processes)}{backend}, {launch.device}, "
         f"{launch.precision} ({launch.config_file or 'no accelerate yaml'})",
         "model": _model(run),
-        "data": f"{len(run.train_set):,} training examples, {len(run.eval_set):,} evaluation examples",
+        "data": f"{size(run.train_set)} to train on, {size(run.eval_set)} to evaluate on",
         **{part: _in_one_line(figures) for part, figures in run.facts["data"].items()},
         "batch": f"{config.global_batch_size:,} = {config.forward_batch_size(run.data_size):,} per micro-batch x "
         f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size):,} accumulated",
         "tuned": ", ".join(run.facts["tuned"]),
+        "optimizer": _optimizer(config.optim),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),
         **trackers,
         "resume": run.resume.summary,
     }
+    remarks = [*run.facts["remarks"], *run.resume.notes]
+    if run.steps_per_epoch == 1:
+        remarks.append(f"one step per epoch: global_batch_size={config.global_batch_size:,} takes all training data")
     name = config.run_name if config.run_name == config.task.name else f"{config.run_name}: {config.task.name}"
     say(
         *filter(None, [launch.note, name]),
         *(f"  {title:<10} {text}" for title, text in rows.items() if text),
-        *(f"  {note}" for note in [*run.facts["remarks"], *run.resume.notes]),
+        *(f"  {remark}" for remark in remarks),
     )
+
+
+def _optimizer(optim: Optim) -> str:
+    """Describe the optimizer, with * for each value that is the default."""
+    steps, limit = optim.warmup_steps, optim.max_grad_norm
+    words = {
+        "name": optim.name,
+        "lr": f"lr {optim.lr:g}",
+        "schedule": optim.schedule,
+        "warmup_steps": f"warm-up {steps:.4g} steps" if steps >= 1 else f"warm-up {100 * steps:.4g}%",
+        "max_grad_norm": f"clipping at {limit:g}" if limit else "no clipping",
+        "weight_decay": f"weight decay {optim.weight_decay:g}",
+    }
+    defaults = {name: field.default for name, field in type(optim).model_fields.items()}
+    marked = (text + "*" * (getattr(optim, name) == defaults[name]) for name, text in words.items())
+    return f"{', '.join(marked)}  (* the default)"
 
 
 def _model(run: Run) -> str:
@@ -52,7 +73,7 @@ def _model(run: Run) -> str:
 def _in_one_line(figures: dict[str, float]) -> str:
     """Return the figures that are not 0 as one line of text: integers are counts, floats are fractions."""
     return ", ".join(
-        f"{name.replace('_', ' ')} " + (f"{value:.1%}" if isinstance(value, float) else f"{value:,}")
+        f"{name.replace('_', ' ')} {value:{'.1%' if isinstance(value, float) else ','}}"
         for name, value in figures.items()
         if value
     )

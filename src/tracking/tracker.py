@@ -168,7 +168,7 @@ class Tracker:
         self.tell(
             f"done in {tqdm.format_interval(progress.seconds)}: {evaluation_line(evaluation)}",
             *([progress.end_note(early)] if progress.is_out_of_patience(early) else []),
-            f"  model      {shlex.quote(str(self.folder))}/model",
+            f"  model      {shlex.quote(str(self.folder / 'model'))}",
             f"  log        {self.folder}/metrics.jsonl, summary.json, config.yaml",
         )
         return summary

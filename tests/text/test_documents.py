@@ -575,6 +575,23 @@ def test_the_assistants_turns_are_marked_and_packed_documents_ruled_off() -> Non
 
 
 @pytest.mark.parametrize(
+    ("rows", "settings", "expected"),
+    [
+        ([{"messages": CHAT}] * 4, {}, "4 chats in 2 sequences of 256"),
+        ([{"messages": CHAT}] * 4, {"packing": False}, "4 chats in 4 sequences of 256"),
+        ([{"messages": CHAT}] * 4, {"streaming": True}, "2 chats in 1 sequence of 256"),
+        ([{"prompt": "Q:", "completion": "A"}], {}, "1 prompt in 1 sequence of 256"),
+        ([{"text": "a" * 1000}], {}, "1 text in 4 sequences of 256"),
+    ],
+)
+def test_the_data_are_said_in_rows_and_sequences(rows: Any, settings: dict[str, Any], expected: str) -> None:
+    """So that packing is not taken for a loss. Tried with the number of sequences alone."""
+    part = {"eval_fraction": 0.5} if "streaming" in settings else {"eval_from": "all"}
+    task = tiny.task(dataset=write({"rows.jsonl": rows}), **{"sequence_length": 256, **part, **settings})
+    assert task.dataset_size(task.build_datasets()[0]) == expected
+
+
+@pytest.mark.parametrize(
     ("row", "settings", "expected"),
     [
         ({"text": "añb"}, {}, f"{END}⟦añb{END}⟧"),

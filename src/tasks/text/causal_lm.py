@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, groupby
 from pathlib import Path
@@ -29,6 +30,8 @@ from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
 
 MARK = re.compile(r"<\|[^|\n]*\|>")
 """What looks like a special token."""
+ROW_NAMES = {"row": "chat", "completion": "prompt", "text": "text"}
+"""What a row of the data is, by the first of the columns that are read."""
 SUMS = ("nats", "targets", "correct")
 """Sums over a sequence in an evaluation: the loss, the number of targets, and how many of them were the likeliest
 token."""
@@ -158,7 +161,8 @@ class CausalLM(CausalLMSettings, Decoder):
         if not any(chunks["targets"][:]):
             says = f"no row has a completion, or an assistant's turn, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
-        return pack(chunks, length) if self.packing else unpacked(chunks)
+        sequences = pack(chunks, length) if self.packing else unpacked(chunks)
+        return replace(sequences, num_rows=sum(map(len, parts)))
 
     def _stream(self, rows: list[Any], columns: Encoders) -> Stream:  # room: streaming
         if not self.packing and "text" in self._columns:
@@ -170,6 +174,11 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def fingerprint(self, dataset: Sequences) -> str:
         return dataset.fingerprint()
+
+    def dataset_size(self, dataset: Sequences) -> str:
+        rows, sequences, kind = dataset.num_rows, len(dataset), ROW_NAMES[min(self._columns)]
+        length = f"sequence{'s' * (sequences > 1)} of {self.sequence_length:,}"
+        return f"{rows:,} {kind}{'s' * (rows > 1)} in {sequences:,} {length}"
 
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
         return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}

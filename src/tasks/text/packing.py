@@ -29,6 +29,8 @@ class Sequences:
     """The chunks' rows in the table, sequence by sequence; shape (chunks,), int64."""
     starts: np.ndarray
     """Positions in `rows` where each sequence begins, and where the last one ends; shape (sequences + 1,), int64."""
+    num_rows: int = 0
+    """Rows of the data that the chunks were made from."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1

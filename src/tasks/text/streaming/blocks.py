@@ -14,10 +14,8 @@ from pyarrow import feather
 from src.config.errors import RunError, UserError, naming
 from src.tasks.text.packing import ranges
 from src.tasks.text.reading import BLOCK, SKIP, Encoders, Source, read_text
-from src.tasks.text.tokenizing import Chunker, Labelling
+from src.tasks.text.tokenizing import Chunker
 
-Maker = Chunker | Labelling
-"""Makes the chunks of each row."""
 ROOM = 0.9
 """Fraction of the limit that stays in use when blocks make room for others."""
 LOCKS = 256
@@ -32,7 +30,7 @@ class Blocks:
 
     columns: Encoders
     """Columns that a row needs, and their encoders."""
-    maker: Maker
+    chunker: Chunker
     skips_bad_rows: bool
     key: str
     """Changes with all of these, and with the code that makes chunks."""
@@ -123,11 +121,11 @@ class Blocks:
         good = [place for place in range(last - first) if place not in bad]
         parts, lacking = [], np.arange(last - first)
         if good:
-            made = self.maker.chunks({name: [values[place] for place in good] for name, values in rows.items()})
+            made = self.chunker.chunks({name: [values[place] for place in good] for name, values in rows.items()})
             places = np.array(good)[made["row"].to_numpy()]
-            parts.append(made.select([*self.maker.filler]).append_column("row", [places]))
+            parts.append(made.select([*self.chunker.filler]).append_column("row", [places]))
             lacking = np.setdiff1d(lacking, places)
         if not len(lacking):
             return parts[0]  # already in order, and sorting would copy all tokens
-        parts.append(pa.Table.from_pylist([{**self.maker.filler, "row": place} for place in lacking.tolist()]))
+        parts.append(pa.Table.from_pylist([{**self.chunker.filler, "row": place} for place in lacking.tolist()]))
         return pa.concat_tables(parts, promote_options="permissive").sort_by("row")

@@ -18,8 +18,9 @@ from datasets.fingerprint import Hasher
 from src.config.errors import UserError
 from src.tasks.text.packing import Chunk, ChunkLists, best_fit
 from src.tasks.text.reading import BLOCK, CODE, Encoders, Source, TableReader, TextTask, cache_folder
-from src.tasks.text.streaming.blocks import Blocks, Maker
+from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order
+from src.tasks.text.tokenizing import Chunker
 
 SAMPLES = (8, 16, 32, 64)
 """Blocks of each source that are sampled, evenly spaced, to estimate its tokens per byte: more, until two standard
@@ -84,14 +85,19 @@ class Stream:
         places = indices - (self._ends - self.counts)[windows]
         return [self._window(window)[place] for window, place in zip(windows.tolist(), places.tolist(), strict=True)]
 
+    @property
+    def num_rows(self) -> int:
+        """Return the rows of an epoch."""
+        return int(self.order.totals.sum())
+
     def describe(self, _sequence_length: int) -> dict[str, float]:
         """Return what is known before the rows are read."""
-        return {"sequences": len(self), "rows": int(self.order.totals.sum()), "windows": len(self.counts)}
+        return {"sequences": len(self), "rows": self.num_rows, "windows": len(self.counts)}
 
     def fingerprint(self) -> str:
         """Return a checksum that changes with the rows, their order, or the sequences that they make."""
         of = self.blocks
-        made = Hasher.hash([[*of.columns], of.maker, of.skips_bad_rows])
+        made = Hasher.hash([[*of.columns], of.chunker, of.skips_bad_rows])
         parts = [*(source.fingerprint for source in self.sources), made, self.capacity, self.span]
         arrays = [*self.order.groups, *self.order.masses, self.order.shares, self.counts]
         return hashlib.sha256(str(parts).encode() + b"".join(array.tobytes() for array in arrays)).hexdigest()
@@ -146,7 +152,7 @@ class Stream:
         return self._left[number]
 
 
-def build_stream(task: TextTask, rows: list[Any], columns: Encoders, maker: Maker, capacity: int | None) -> Stream:
+def build_stream(task: TextTask, rows: list[Any], columns: Encoders, chunker: Chunker, capacity: int | None) -> Stream:
     """Return a task's training set: sequences of `capacity` tokens, if possible, or of one chunk each if that is None.
     `rows` are the tables or Sources of the task's parts; the other arguments are those of Blocks."""
     parts, skips = task.parts, task.bad_rows == "skip"
@@ -154,8 +160,8 @@ def build_stream(task: TextTask, rows: list[Any], columns: Encoders, maker: Make
         TableReader(read, part.dataset) if isinstance(read, Dataset) else read
         for read, part in zip(rows, parts, strict=True)
     ]
-    key = Hasher.hash([columns, maker, skips, CODE])
-    blocks = Blocks(columns, maker, skips, key, cache_folder() / "blocks", int(task.cache_gb * 1e9))
+    key = Hasher.hash([columns, chunker, skips, CODE])
+    blocks = Blocks(columns, chunker, skips, key, cache_folder() / "blocks", int(task.cache_gb * 1e9))
     weights, passes = [part.weight for part in parts], [part.max_epochs for part in parts]
     groups = [source.sizes for source in sources]
     # if each row is a sequence, windows are measured in rows
