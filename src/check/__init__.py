@@ -11,7 +11,7 @@ from textwrap import wrap
 import torch
 
 from src.check.between_steps import check_checkpoint, check_evaluation
-from src.check.findings import Row, gather, lines, worst_process
+from src.check.findings import Row, cause, gather, lines, worst_process
 from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_cost, check_steps
 from src.check.subject import Evaluate, Subject
@@ -59,6 +59,10 @@ def examine(subject: Subject) -> Iterator[Row]:
     for name, check in CHECKS.items():
         everywhere = gather([{"check": name} | row for row in check(subject)])
         rows = [*map(worst_process, zip(*everywhere, strict=True))]
+        failed = [row for row in rows if row["means"]]
+        for row in failed[:1]:
+            facts = f"x {subject.run.world_size} {subject.run.config.optim} {subject.run.facts['remarks']}"
+            row["means"] = cause([row, *rows], facts)
         yield from rows
-        if any(row["means"] for row in rows):
+        if failed:
             return

@@ -50,13 +50,13 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
         yield finding(name, f"{found:.6g}", f"{expected:.6g} by hand", is_close)
     indices = spread(run.train_set, 32)
     together: Any = Subset(run.train_set, indices)  # type: ignore[arg-type]
-    alone = together
+    alone, kind = together, "examples"
     packed = max(samples(run.train_set, indices), key=lambda example: len(task.documents(example)))
     if len(documents := task.documents(packed)) > 1:
-        together, alone = [packed], documents
+        together, alone, kind = [packed], documents, "packed documents"
     found, _ = evaluate_alone(subject.task, model, together, AT_ONCE, run.device)
     expected, _ = evaluate_alone(subject.task, model, alone, 1, run.device)
-    errors = {f"{len(alone)} examples or packed documents": relative_error(found, expected)}
+    errors = {f"{len(alone)} {kind}": relative_error(found, expected)}
     yield worst("loss of examples alone", errors, EXACT)
 
 
@@ -116,4 +116,4 @@ def _continue(subject: Subject, run: Run) -> str:
     steps = subject.micro_batches(run.progress.step)
     losses = [str(mean_loss(run.accelerator, subject.step(run, next(steps)))) for _ in range(STEPS)]
     left = checksum(sorted(run_tensors(run.model, run.optimizers).items()))
-    return f"{', '.join(losses)}, checksum {left}"
+    return f"{', '.join(losses)}, checksum {left}, step {run.progress.step}"

@@ -1,6 +1,7 @@
 """Compare errors with their bounds, and turn the findings into lines."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ EXACT = 1e-4
 FLOOR = 1e-2
 """Fraction of the root mean square of all gradients: the rounding of large ones leaks into smaller ones."""
 CAUSES: dict[str, str] = read_yaml(Path(__file__).with_name("causes.yaml").read_bytes())
-"""What a failure usually means, and how to fix it, by what was compared; one entry for all metrics of an evaluation."""
+"""What a failure usually means, and how to fix it, by a pattern: see `cause`."""
+FOLLOWS = "probably follows from the failure above"
 Errors = dict[str, float]
 """Errors by the name of what was compared."""
 Row = dict[str, str]
@@ -25,9 +27,16 @@ Row = dict[str, str]
 
 
 def finding(what: str, measured: str, bound: str, is_right: bool) -> Row:
-    """Return a row that passes if `is_right`, and otherwise says what a failure usually means."""
-    result, means = ("pass", "") if is_right else ("FAIL", CAUSES.get(what, CAUSES["a metric"]))
+    """Return a row that passes if `is_right`."""
+    result, means = ("pass", "") if is_right else ("FAIL", FOLLOWS)
     return {"what": what, "measured": measured, "bound": bound, "result": result, "means": means}
+
+
+def cause(rows: list[Row], facts: str) -> str:
+    """Return what a failure usually means, and how to fix it: the first entry of CAUSES whose pattern matches these
+    rows, the one that failed first and then all of its check, followed by facts about the run."""
+    text = "".join(f"{row['result']} {row['what']}: {row['measured']} [{row['bound']}]\n" for row in rows)
+    return next(means for pattern, means in CAUSES.items() if re.match(pattern, text + facts))
 
 
 def none_differ(what: str, differing: Iterable[str], bound: str) -> Row:
@@ -54,7 +63,7 @@ def worst_process(rows: tuple[Row, ...]) -> Row:
 
 
 def lines(row: Row) -> Iterator[str]:
-    """Yield a row as a line and, if it failed, another line with its likely causes."""
+    """Yield a row as a line and, if it failed, another line with its likely cause."""
     yield f"{row['result']}  {row['check']:10}  {row['what']}: {row['measured']}  [{row['bound']}]"
     if row["means"]:
         yield f"{'->':>17} {row['means']}"

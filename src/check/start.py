@@ -82,7 +82,8 @@ def check_data(subject: Subject) -> Iterator[Row]:
         micro_batches = next(subject.micro_batches(epoch * per_epoch))
         if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, epoch)):
             others.append(f"epoch {epoch + 1}")
-    yield none_differ("the first examples of epochs", others, "as drawn by hand")
+    is_augmented = run.task.augmented(run.train_set, [run.config.seed, 0, 1]) is not run.train_set
+    yield none_differ("the first examples of epochs", others, f"as drawn by hand{', augmented' * is_augmented}")
     less = evaluating_less(subject)
     steps_read = ([batch] for batch in evaluation_batches(reading_indices(less), subject.stop.sums))
     size = AT_ONCE * run.data_size

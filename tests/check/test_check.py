@@ -1,12 +1,15 @@
 """--check says that all is well where it is: tasks and strategies; and it leaves no trace but its verdict."""
 
 import json
+import re
 import shutil
 from importlib.resources import files
 from pathlib import Path
+from textwrap import wrap
 
 import pytest
 
+from src.check.findings import CAUSES, FOLLOWS, lines
 from tests.check.planted import FAULTS
 from tests.faults.runs import ALL, TINY
 from tests.launching import MNIST, PROJECT, QUIET, Launch, Run, Whole, slow
@@ -108,6 +111,15 @@ def test_by_hand_and_ddp_have_the_same_curve(launch: Launch, whole: Whole, tmp_p
 SETTINGS = ("--task.source=digits", "--global_batch_size=16", "--epochs=4", *QUIET)
 
 
+def test_a_cause_takes_at_most_three_lines() -> None:
+    """Tried with the nine lines for gradients."""
+    for pattern, means in CAUSES.items():
+        re.compile(pattern)
+        row = {"check": "", "what": "", "measured": "", "bound": "", "result": "", "means": means}
+        (_, line) = lines(row)
+        assert len(wrap(line, 80, subsequent_indent=" " * 18)) <= 3, means
+
+
 @pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
 def test_each_fault_is_found_by_its_check(launch: Launch, tmp_path: Path, yaml: str) -> None:
     output, faults = tmp_path / "found.json", {fault.name: fault for fault in FAULTS if fault.yaml == yaml}
@@ -115,8 +127,12 @@ def test_each_fault_is_found_by_its_check(launch: Launch, tmp_path: Path, yaml: 
     found = json.loads(output.read_text())
     assert found.keys() == faults.keys()
     for name, fault in faults.items():
+        first, *later = found[name]
+        assert "process" not in first["means"] or yaml != "cpu", name
         assert {row["check"] for row in found[name]} == {fault.fails}, (name, found[name])
-        assert fault.says in " ".join(row["measured"] + row["means"] for row in found[name]), (name, found[name])
+        assert first["means"].startswith(fault.cause), (name, found[name])
+        assert {row["means"] for row in later} <= {FOLLOWS}
+        assert fault.measured in " ".join(row["measured"] for row in found[name]), (name, found[name])
 
 
 @pytest.mark.parametrize(

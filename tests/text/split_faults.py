@@ -69,8 +69,8 @@ def as_it_is(cut: Hook, *arguments: Any) -> Batch:
 
 FAULTS = [
     Fault("none, with dropout", "quick", "", "", CP + "own_part", as_it_is, ("--task.dropout=0.1",)),
-    *(Fault(name, which, fails, says, where, hook)
-    for which, name, fails, says, where, hook in (
+    *(Fault(name, which, fails, "", where, hook, measured=measured)
+    for which, name, fails, measured, where, hook in (
         ("quick", "each part counts all targets", "Steps", "gradients", CP + "CausalLM.count",
          with_all_targets),
         ("quick", "positions begin anew in each part", "Steps", "gradients", CP + "own_part", with_positions_from_zero),

@@ -53,7 +53,10 @@ def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, tm
     for fault in [fault for fault in FAULTS if fault.yaml == which]:
         failed = {row["check"]: row["what"] for row in found[fault.name]}
         assert [*failed] == ([fault.fails] if fault.fails else []), (fault.name, found[fault.name])
-        assert fault.says in {row["what"] for row in found[fault.name]} or not failed, (fault.name, found[fault.name])
+        assert fault.measured in {row["what"] for row in found[fault.name]} or not failed, (
+            fault.name,
+            found[fault.name],
+        )
 
 
 def test_packed_documents_that_see_each_other_are_found_out(launch: Launch, made: Path) -> None:
