@@ -77,7 +77,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     """Evaluate each example exactly once. Return the metrics and the outputs that the task's tables are made from, or
     None if the run was stopped meanwhile."""
-    accelerator, task = run.accelerator, run.task
+    accelerator, task, size = run.accelerator, run.task, len(run.eval_set)
     run.model.eval()
     broadcast([*run.model.buffers()])  # running statistics, as process 0 exports them: FSDP leaves each its own
     with explaining_memory("evaluation", run):
@@ -87,7 +87,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
         return None
     loss_sum, targets, examples = accelerator.reduce(scores.totals, "sum").tolist()
     # all outputs, each example once, in the dataset's order: F1, for example, is no mean over examples
-    outputs = {name: gather_in_order(run, output, len(run.eval_set)) for name, output in scores.outputs.items()}
+    outputs = {n: gather_in_order(run, o, min(size, task.kept_outputs.get(n, size))) for n, o in scores.outputs.items()}
     metrics = metrics_everywhere(run, loss_sum / targets, int(examples) // run.cp_size, outputs)
     return Evaluation(metrics, outputs)
 

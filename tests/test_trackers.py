@@ -16,6 +16,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trackio.sqlite_storage import SQLiteStorage
 
+from src.config import terminal
 from src.tracking import guard
 from src.tracking.guard import Guarded
 from src.tracking.part import Part, Parts
@@ -92,7 +93,9 @@ def test_they_have_each_record(recorded: Run, monkeypatch: pytest.MonkeyPatch) -
     for tag in {name for record in expected for name in record} - {"step"}:
         shown = [(event.step, event.value) for event in events.Scalars(tag)]
         assert shown == [(r["step"], float(np.float32(r[tag]))) for r in expected if tag in r]
-    assert [*lines(recorded, "trackio    trackio show"), *lines(recorded, "TB         tensorboard --logdir")]
+    closing = [[*lines(recorded, title)][-1] for title in ("trackio", "TB")]
+    assert "trackio show --project" in closing[0]
+    assert "tensorboard --logdir" in closing[1]
 
 
 LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"  # room: wandb
@@ -148,6 +151,19 @@ def test_it_has_each_record_over_a_kill_and_a_resume(recorded: Run, sessions: An
     shown = json.loads(table.read_text())["data"]
     assert [row[1:] for row in shown] == [list(row.values())[1:] for row in recorded.records[-1]["eval/mistakes"]]
     assert json.dumps(sessions[-1]).count(".png") >= len(shown)
+
+
+def test_its_pictures_are_media_too(recorded: Run, sessions: Any) -> None:  # room: wandb
+    """A list for each evaluation, beside the step, so that a panel of them has a slider. Tried without: in tables
+    alone, of which a workspace shows the last one."""
+    items = [row["history"]["item"] for row in sessions[-1] if "history" in row]
+    expected = [record for record in recorded.records if "eval/mistakes" in record and record["step"] > 8]
+    found = [item for item in items if "eval/mistakes/image._type" in item]
+    assert [item["step"] for item in found] == [record["step"] for record in expected]
+    for item, record in zip(found, expected, strict=True):
+        assert item["eval/mistakes/image._type"] == "images/separated"
+        captions = [", ".join(f"{n} {v}" for n, v in row.items() if n != "image") for row in record["eval/mistakes"]]
+        assert item["eval/mistakes/image.captions"] == captions
 
 
 def test_it_has_the_model_and_the_checkpoints_as_artifacts(recorded: Run, sessions: Any) -> None:  # room: wandb
@@ -218,7 +234,7 @@ def test_it_has_the_code_of_the_task_and_the_settings(recorded: Run, sessions: A
 def test_all_sessions_of_a_run_are_uploaded(recorded: Run) -> None:  # room: wandb
     """As W&B reads the command; it puts them in order. Tried with the last one's folder: one."""
     (line,) = lines(recorded, "upload")
-    command = f"{line.split(maxsplit=1)[1]} --dry-run".replace("wandb", str(BIN / "wandb"), 1)
+    command = f"{line.split(maxsplit=1)[1]} --dry-run"
     shown = run_command(
         ["sh", "-c", command], recorded.folder, WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9"
     ).succeeded()
@@ -295,7 +311,7 @@ def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """Without credentials, a network, or such an artifact: one line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("wandb.login", lambda **_: False)
-    assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}no credentials: `wandb login` first"]
+    assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}no credentials: `{terminal.BIN}wandb login` first"]
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setattr("wandb.Api", Mock(side_effect=ValueError("Unable to fetch\nan artifact")))
     assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}Unable to fetch an artifact"]

@@ -95,16 +95,13 @@ def _unwrapped(weight: Tensor) -> Tensor:
 
 def write_cards(config: Config, cards: Cards, metrics: Metrics, folder: Path) -> None:
     """Write README.md, the model card, for each model in this folder, with the metrics of its weights."""
-    settings = masked(write_yaml(config.model_dump(mode="json", exclude={"wandb", "output_dir"})))
-    rows = "\n".join(f"| {name} | {value:.6g} |" for name, value in metrics.items() if isinstance(value, int | float))
-    text = (
-        f"# {config.run_name}\n\nTrained by `train.py` as `{config.task.name}`.\n\n"
-        f"## Results\n\nOn the evaluation data:\n\n| metric | value |\n|---|---|\n{rows}\n\n"
-        f"## Settings\n\nThe dataset is named under `task`.\n\n```yaml\n{settings}```\n"
-    )
+    settings = write_yaml(config.model_dump(mode="json", exclude={"wandb", "output_dir"}))
+    template = str(Path(__file__).with_name("card.jinja"))
     for part, fields in cards.items():
-        metadata = ModelCardData(**{"tags": [config.task.name], **fields}).to_yaml()
-        ModelCard(f"---\n{metadata}\n---\n\n{text}").save(folder / part / "README.md")
+        data = ModelCardData(**{"tags": [config.task.name], **fields})
+        card = ModelCard.from_template(data, template, config=config, metrics=metrics, settings=settings)
+        card.content = masked(card.content)
+        card.save(folder / part / "README.md")
 
 
 def push_to_hub(config: Config) -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import hashlib
-import io
-from base64 import b64encode
 from dataclasses import dataclass, replace
 from importlib.metadata import distribution
 from pathlib import Path
@@ -12,15 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from src.config.errors import explained, listed
 from src.tasks import load_metric
-from src.tasks.base import PICTURE, Counts, Metrics, Tables, Task, Tensors
+from src.tasks.base import Counts, Metrics, Tables, Task, Tensors
 from src.tasks.mnist_settings import MnistSettings
-from src.tasks.tables import label_columns, label_tables
+from src.tasks.tables import label_columns, label_tables, picture
 
 
 class MnistCnn(nn.Module):
@@ -158,12 +155,7 @@ class Mnist(MnistSettings, Task):
         return load_metric("Accuracy").compute(predictions=outputs["predictions"], references=outputs["references"])
 
     def tables(self, outputs: Tensors, dataset: Any) -> Tables:
-        def show(index: int) -> dict[str, str]:
-            png = io.BytesIO()
-            Image.fromarray(dataset.images[index].numpy(force=True)).save(png, "png")
-            return {"image": PICTURE + b64encode(png.getvalue()).decode()}
-
-        return label_tables(outputs, list("0123456789"), show)
+        return label_tables(outputs, list("0123456789"), lambda index: {"image": picture(dataset.images[index])})
 
     def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         return {"index": list(range(len(dataset))), **label_columns(outputs, list("0123456789"))}

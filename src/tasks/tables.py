@@ -1,13 +1,41 @@
-"""Tables of a classifier's evaluation: its worst mistakes, its confusion matrix and its accuracy by label."""
+"""Pictures in tables, and a classifier's tables: its worst mistakes, its confusion matrix and its accuracy by label."""
 
+import io
+from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 
-from src.tasks.base import Tables, Tensors
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from src.tasks.base import PICTURE, Tables, Tensors
 
 MOST_MISTAKES = 24
 MOST_LABELS = 50
 """Labels in a table; if there are more, those that are most often predicted wrongly."""
+
+
+def picture(image: Any) -> str:
+    """Return a table cell that shows an image.
+
+    Args:
+        image: PIL's; or an array or a tensor, on any device, of shape (H, W) or (H, W, 3), uint8, or bool for a mask,
+            of which True is white.
+
+    Raises:
+        ValueError: it has another shape or dtype. Of floats, or of labels, only the caller knows which value is white.
+    """
+    if not isinstance(image, Image.Image):
+        pixels = np.asarray(image.cpu() if isinstance(image, Tensor) else image)
+        if pixels.dtype not in (bool, np.uint8) or pixels.shape[2:] not in ((), (3,)):
+            raise ValueError(
+                f"{pixels.dtype} of shape {pixels.shape} is no picture: it needs uint8 or bool of shape (H, W) or "
+                "(H, W, 3), such as (255 * image).round().to(torch.uint8)"
+            )
+        image = Image.fromarray(pixels)
+    image.save(png := io.BytesIO(), "png")
+    return PICTURE + b64encode(png.getvalue()).decode()
 
 
 def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict[str, Any]]) -> Tables:

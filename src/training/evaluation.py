@@ -1,6 +1,7 @@
 """Evaluate: one loop over batches for training, --check and the tools, and its results in the dataset's order."""
 
 import math
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
+from src.config.errors import refuse
 from src.distributed.accelerator import sum_dtype
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Metrics, Task, Tensors
@@ -47,6 +49,7 @@ def evaluate_batches(
     # views into `totals`
     loss_sum, targets, examples = totals.unbind()
     outputs: dict[str, list[Tensor]] = {}
+    seen = 0
     for batch in batches:
         # don't wait for the last batch: the launcher kills its processes 30 s after SIGTERM
         if stop and stop.any_requested():
@@ -58,9 +61,14 @@ def evaluate_batches(
         loss_sum += loss * batch.weight
         targets += batch.counts["targets"] * batch.weight
         examples += batch.num_examples
-        # keep nothing of a dummy, and all of any other batch
+        # keep nothing of a dummy, and all of any other batch but for kept_outputs
         for name, output in batch_outputs.items():
-            outputs.setdefault(name, []).append(output[: batch.num_examples])
+            wanted = task.kept_outputs.get(name, sys.maxsize) - seen
+            if wanted > 0:  # an empty view would keep the batch in memory
+                outputs.setdefault(name, []).append(output[: min(wanted, batch.num_examples)])
+        seen += batch.num_examples
+    says = f"{type(task).__name__}.kept_outputs: evaluate returns no"
+    refuse(f"{says} {name!r}" for name in task.kept_outputs if name not in outputs)
     return Scores(totals, {name: torch.cat(of_batches) for name, of_batches in outputs.items()})
 
 
@@ -85,9 +93,10 @@ def gather_in_order(run: Run, outputs: Tensor, num_examples: int) -> Tensor:
 
     Args:
         outputs: those of this process's `evaluation_batches`; shape (shard, ...).
-        num_examples: length of the dataset, and so of the result.
+        num_examples: of how many of the dataset's first examples to return them.
     """
     largest_shard = math.ceil(num_examples / run.data_size)
+    outputs = outputs[:largest_shard]
     # A gather needs equal sizes. Each shard is every data_size-th example, so at most one row of padding is missing.
     # (Accelerate's gather_for_metrics only drops what its own DataLoader has repeated.)
     missing = outputs.new_zeros(largest_shard - len(outputs), *outputs.shape[1:])
