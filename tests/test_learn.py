@@ -2,16 +2,19 @@
 
 import re
 import runpy
+import signal
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.launching import PROJECT, Launch, Run, slow
+from tests.launching import BIN, PROJECT, Launch, Run, run_command, slow
 
 LEARN = PROJECT / "docs" / "learn"
 PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
 LESSONS = [name for name in PAGES if name[0].isdigit()]
+BESIDE = f"import sys; sys.path.append({str(LEARN)!r})"
+"""Python code after which a script finds course.py, as when Python runs one of that folder."""
 ROOMS = ("check", "distributed/cpu.py", "distributed/machines.py", "tasks/text")
 """Of src: without some of them, some links lead nowhere."""
 NUDGE = """
@@ -26,7 +29,7 @@ for layer in (torch.nn.Linear, torch.nn.modules.conv._ConvNd):
 """
 """Makes each weight at the start 10 to 20 units in its last place larger or smaller: 30 times what another order of
 sums does to a printed number, and a third of what would change its digits."""
-LARGER, SMALLER = (NUDGE.format(sign=sign) for sign in "+-")
+LARGER, SMALLER = (BESIDE + NUDGE.format(sign=sign) for sign in "+-")
 
 
 def blocks(lesson: str, heading: str, language: str) -> list[str]:
@@ -70,7 +73,8 @@ def test_the_file_prints_what_its_page_says(launch: Launch, lesson: str, nudge: 
     ],
 )
 def test_it_breaks_as_its_page_says(launch: Launch, tmp_path: Path, lesson: str, number: int) -> None:
-    """What it prints last is on standard error, after the rank: `[rank0]: …`. Tried with a `+` that changes nothing."""
+    """The last line on standard error says so: for an assertion, the only one. Tried with a `+` that changes nothing,
+    and with torch's traceback on each process."""
     script, processes = command(lesson)
     change = blocks(lesson, "Break it", "diff")[number].splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in change if line[0] in signs) for signs in ("- ", "+ "))
@@ -79,7 +83,29 @@ def test_it_breaks_as_its_page_says(launch: Launch, tmp_path: Path, lesson: str,
     (tmp_path / "broken.py").write_text(code.replace(old, new))
     run = launch("ddp", processes=processes, script=str(tmp_path / "broken.py"), before=LARGER)
     assert run.exit_code != 0, run.stdout
-    assert blocks(lesson, "Break it", "text")[number].strip() in run.stderr
+    starting, *lines = [line for line in run.stderr.splitlines() if "Warning" not in line]
+    assert starting == f"{processes} processes are starting …"
+    said = blocks(lesson, "Break it", "text")[number].strip()
+    assert lines[-1].endswith(said)
+    where = re.fullmatch(rf"\S*broken\.py:(\d+), rank \d: {re.escape(said)}", lines[-1])
+    assert bool(where) == said.startswith("AssertionError: ")
+    assert len(lines) == 1 or not where, run.stderr
+
+
+@pytest.mark.slow
+def test_a_broken_script_ends_torchrun_too(tmp_path: Path) -> None:
+    """By the real one, whose own 80 lines would hide the one that matters, as what the course's page shows says. Tried
+    without the signal."""
+    for script in ("course.py", "data_parallel.py"):
+        code = (LEARN / script).read_text()
+        gone = blocks("2-data-parallelism.md", "Break it", "diff")[2].replace("\n-", "\n").removeprefix("-")
+        (tmp_path / script).write_text(code.replace(gone, ""))
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=4", "data_parallel.py"]
+    run = run_command(command, tmp_path, cwd=tmp_path)
+    starting, *lines = run.stderr.splitlines()
+    assert starting == "4 processes are starting …"
+    assert [f"docs/learn/{line}" for line in lines] == re.findall("^docs/learn/.*$", PAGES["README.md"], re.MULTILINE)
+    assert run.exit_code == -signal.SIGUSR1
 
 
 def test_the_pictures_show_what_the_pages_print() -> None:

@@ -1,5 +1,6 @@
 """Long sequences by hand (Ulysses): processes divide the tokens of a sequence, and for attention its heads instead."""
 
+import course  # prints that the processes start and, in a line, which assertion fails
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits

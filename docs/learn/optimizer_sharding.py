@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node=4 docs/learn/optimizer_sharding.py
 """
 
+import course  # prints that the processes start and, in a line, which assertion fails
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,5 +1,6 @@
 """Rounding, and a mean that doesn't depend on how a batch is split: the exact way, and the classic wrong ones."""
 
+import course  # prints that the processes start and, in a line, which assertion fails
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
