@@ -124,7 +124,7 @@ def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
 
         return wait
 
-    stop: Any = SimpleNamespace(sums=SimpleNamespace(begin=begin), requested=False)
+    stop: Any = SimpleNamespace(sums=SimpleNamespace(begin=begin), reason=None)
     counts = {"targets": 8.0, "tokens": 20.0, "padded_tokens": 30.0}
     windows = [[MicroBatch(None, 4, counts)] * 2, [MicroBatch(None, 0, counts)], [MicroBatch(None, 4, counts)]]
     steps = CountedSteps(iter(windows), stop)
@@ -132,7 +132,7 @@ def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
     assert micro_batches == windows[0]
     assert summed == {"targets": 32, "tokens": 80, "padded_tokens": 120}
     assert did == ["begun", "waited", "begun"]
-    stop.requested = True  # while the first step is computed: its counts are known, those of the second too
+    stop.reason = "SIGTERM"  # while the first step is computed: its counts are known, those of the second too
     assert not steps.is_stop_requested()
     micro_batches, summed = next(steps)
     assert (micro_batches, {*summed.values()}) == (windows[1], {0})

@@ -1,7 +1,7 @@
 """Copies of a run's checkpoints in another file system (checkpoint.mirror), from which machines without a shared disk
 resume.
 
-    <mirror>/<run_name>/step_00000500/    the checkpoint's files, metrics.jsonl, config.yaml; then manifest.json
+    <mirror>/<run_name>/step_00000500/    the checkpoint's files, metrics.jsonl; then manifest.json
 
 A checkpoint in the mirror counts only once its manifest is there. If the machines share a disk, the main process copies
 each checkpoint after publishing it. Otherwise each process copies the files that it wrote, the manifest in the mirror
@@ -135,7 +135,7 @@ class Mirror:
 
     def _copy(self, folder: Path, *names: str) -> None:
         """Copy these files. If the checkpoint has its manifest by now, complete it: add metrics.jsonl as it was then,
-        config.yaml and the manifest, and delete superfluous checkpoints."""
+        and the manifest, and delete superfluous checkpoints."""
         there = f"{self._root}/{folder.name.removeprefix(INCOMPLETE)}"
         for name in names:
             self._fs.put_file(f"{folder}/{name}", f"{there}/{name}", callback=self._accepted)
@@ -148,7 +148,6 @@ class Mirror:
         state = read_state(folder)
         metrics = (self._config.folder / "metrics.jsonl").read_bytes()
         self._fs.pipe_file(f"{there}/metrics.jsonl", metrics[: state.metrics_bytes])
-        self._fs.put_file(f"{self._config.folder}/config.yaml", f"{there}/config.yaml")
         self._fs.put_file(f"{folder}/{MANIFEST}", f"{there}/{INCOMPLETE}")
         self._fs.mv(f"{there}/{INCOMPLETE}", f"{there}/{MANIFEST}")  # whole or not at all
         complete = self.checkpoints()

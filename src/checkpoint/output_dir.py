@@ -85,11 +85,9 @@ def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
 def _write_errors(folder: Path) -> Iterator[str]:
     """Yield an error line for each path that is not writable."""
     parents, own = folder.absolute().parents, [folder / name for name in (*RUN_FILES, "profile", "tensorboard")]
-    for path in (*parents, folder, *own, *folder.glob("checkpoints/step_*")):
-        if path.is_symlink() and not path.exists():
-            target = os.readlink(path)
-            yield f"output_dir={folder}: {path} is a broken link to {target}: mount the disk or create the folder"
-        elif path not in parents:  # which the user has named
+    for path in filter(Path.is_symlink, (*parents, folder, *own, *folder.glob("checkpoints/step_*"))):
+        path.stat()  # an error if the link is broken, as where a disk is not mounted
+        if path not in parents:  # which the user has named
             yield from (f"output_dir={folder}: {line}" for line in planted(path))
     parent = next(path for path in (folder, *parents) if os.path.exists(path))
     for path in (parent, *own):  # some may belong to another user

@@ -3,39 +3,27 @@
 import base64
 import io
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cycler import cycler
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-# Okabe and Ito's palette, distinguishable by colour-blind readers: https://jfly.uni-koeln.de/color/
-COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
-MOST_CURVES = len(COLORS)
+STYLE = Path(__file__).with_suffix(".mplstyle")
+MOST_CURVES = 6
+"""Curves in a plot: as many as the style has colours."""
 POINTS = 600
 """Points per plot, over all its curves; each is the mean of neighbouring values."""
 UNITS = {"bytes": "B", "seconds": "s"}
 """Of metrics whose names end so: 1.3 GB, 80 ms."""
-STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "report",  # the same run gives the same page
-    "text.parse_math": False,
-    "font.size": 8,
-    "axes.grid": True,
-    "axes.formatter.useoffset": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.alpha": 0.35,
-    "axes.prop_cycle": cycler(color=COLORS),
-}
 
 
 def draw_curves(title: str, curves: list[tuple[str, list[tuple[float, float]]]]) -> str:
     """Return a plot of curves, the most important first, as SVG in base64: label and points (step, finite value) of
     each, at least one. Say which of them cannot be told apart."""
-    with rc_context(STYLE):
+    with rc_context(fname=STYLE):
         figure = Figure(figsize=(3.75, 2.4), layout="constrained")
         axes: Any = figure.subplots()
         axes.set_title(title, loc="left", fontweight="bold")

@@ -30,7 +30,6 @@ class Guarded(Part):
         self._part = part
         self.title = part.title
         self._busy_since = math.inf
-        self._has_started = False
 
     @property
     def is_on(self) -> bool:
@@ -41,7 +40,7 @@ class Guarded(Part):
         # trackio prints. Redirect in this thread: a hang in the part's would leave standard output redirected.
         with contextlib.redirect_stdout(io.StringIO()):
             self._tell(HANG_SECONDS, self._part.start)
-        self.where, self._has_started = self._part.where, True
+        self.where = self._part.where
 
     def log(self, *results: Any) -> None:
         self._tell(0, self._part.log, *results)
@@ -76,7 +75,7 @@ class Guarded(Part):
             return
         self.failure = why
         threading.Thread(target=self._part.abandon, daemon=True).start()
-        if self._has_started:  # the startup summary shows earlier failures
+        if self.where:  # the startup summary shows earlier failures
             say(f"WARNING: {self.title} failed ({why}); training continues, logged in metrics.jsonl")
 
 

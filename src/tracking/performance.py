@@ -2,6 +2,7 @@
 
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,26 +11,13 @@ from accelerate.utils import gather_object
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from src.config.errors import UserError
+from src.config.settings import read_yaml
 from src.distributed.accelerator import peak_memory
 from src.training.batches import MicroBatch
 from src.training.run import Run
 
-PEAKS = {
-    "B200": 2250,
-    "H200 NVL": 835,
-    "H200": 989,
-    "H100 NVL": 835,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "A100": 312,
-    "L40S": 362,
-    "L4": 121,
-    "A10G": 70,
-    "RTX 4090": 165.2,
-    "MI300X": 1307,
-}
-"""Peak dense TFLOPS in bf16 and fp16 with fp32 sums, by words of the device's name: the first match counts. From data
-sheets of AMD and NVIDIA, its Ada whitepaper (4090) and AWS (A10G)."""
+PEAKS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml").read_bytes())
+"""Peak dense TFLOPS in half precision by words of a device's name: the first match counts."""
 PARTIAL = {"MIG", "Laptop", "D"}
 """Words in the names of devices that are slower than the table says."""
 

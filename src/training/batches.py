@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,7 +155,7 @@ class CountedSteps:
             for name, number in batch.counts.items():
                 counts[name] = counts.get(name, 0.0) + batch.weight * number
         # requests to stop share the all-reduce
-        self._summed = self._stop.sums.begin({**counts, STOP_REQUESTS: float(self._stop.requested)})
+        self._summed = self._stop.sums.begin({**counts, STOP_REQUESTS: float(self._stop.reason is not None)})
 
 
 def evaluation_batches(run: Run, sums: HostSums) -> Iterator[MicroBatch]:
@@ -203,11 +202,8 @@ def examples_in_cache(run: Run, sums: HostSums) -> int:
 
 
 def cache_size(device: torch.device) -> int:
-    """Return the bytes of the largest cache of a CPU or GPU; 0: unknown."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).L2_cache_size
-    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max((int(file.read_text().strip("K\n")) * 1024 for file in caches), default=0)
+    """Return the bytes of a GPU's largest cache; of a CPU's, 32 MiB, as many have for some of their cores."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**25
 
 
 def examples_seen(run: Run, step: int) -> int:

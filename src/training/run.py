@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from src.config.config import Config
 from src.config.errors import UserError, refuse
 from src.distributed.accelerator import (
-    BATCH_NORMS,
     HALF_PRECISION,
     TUNERS,
     Launch,
@@ -216,20 +215,14 @@ def prepare_model(config: Config, accelerator: Accelerator, launch: Launch) -> t
 
 
 def require_rows(run: Run) -> None:
-    """If an epoch's last micro-batch leaves a process a single row, have the BatchNorms that need several say so in the
-    first step. Torch would say so at the end of the epoch."""
+    """Raise a UserError if an epoch's last micro-batch leaves a process a single row, and the model has a BatchNorm
+    that needs several. Torch would say so at the end of the epoch."""
     chunk_size = run.config.forward_batch_size(run.data_size) * run.data_size
     num_left = len(run.train_set) % chunk_size
     # a process without any computes on a dummy
-    if 0 < num_left < 2 * run.data_size and run.total_steps >= run.steps_per_epoch:
-        for layer in run.model.modules():
-            if isinstance(layer, BATCH_NORMS):
-                layer.register_forward_pre_hook(_refuse_single_rows)
-
-
-def _refuse_single_rows(layer: Any, inputs: Any) -> None:
-    values = inputs[0].numel()
-    if layer.training and values == len(inputs[0]) * layer.num_features:  # else each row has several per channel
+    is_single = 0 < num_left < 2 * run.data_size and run.total_steps >= run.steps_per_epoch
+    # the others normalize over the pixels of a row too
+    if is_single and any(isinstance(layer, nn.BatchNorm1d) and layer.training for layer in run.model.modules()):
         raise UserError(
             "BatchNorm cannot normalize a single row, and the end of an epoch leaves one to a process: choose another "
             "global_batch_size or micro_batch_size"

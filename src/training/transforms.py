@@ -6,9 +6,6 @@ their hooks stay outside the compiled code. Only `forward` is reassigned: names,
 task made them.
 """
 
-import os
-import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,7 +27,7 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
     """Apply what the settings ask for, in place.
 
     Raises:
-        UserError: the model names no blocks, or this machine lacks the compiler.
+        UserError: the model names no blocks.
     """
     names = getattr(model, "_no_split_modules", None) or []  # of what repeats, and FSDP wraps one by one
     blocks = [module for module in model.modules() if type(module).__name__ in names]
@@ -46,12 +43,6 @@ def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> Non
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if config.compile:
-        has_dropout = any(isinstance(module, nn.Dropout) and module.p for module in model.modules())
-        if config.activation_checkpointing and has_dropout and torch.__version__ < "2.13":  # its compiler fails
-            raise UserError("compile with activation_checkpointing and dropout needs torch 2.13: turn off one of them")
-        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-        if not torch.accelerator.is_available() and not shutil.which(compiler):
-            raise UserError("compile=true needs a C++ compiler such as g++: install one, or set compile=false")
         blocks = [block for block in blocks if any(block.children())]
         # Blocks are compiled once, however many there are; without any, the whole model is. Single layers have nothing
         # to fuse. A CPU trains a transformer in bf16 1.14 times as fast (docs/figures.md); on a GPU, a step of a Llama

@@ -154,7 +154,7 @@ DATA: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ),
     (
         {"a.jsonl": [row | {"label": ["odd"]} for row in ROWS]}, BERT,
-        "a.jsonl, line 1: label is a list: a row has one label here, multi-label classification is not supported; 20*",
+        "a.jsonl, line 1: label is list, not text; 20*",
     ),
     # Chats and their templates.
     (

@@ -22,6 +22,7 @@ from examples import ask, weights
 from examples.ask import MOST_TOKENS, Question
 from examples.weights import WEIGHTS, find
 from src.checkpoint.export import push_to_hub
+from src.config import terminal
 from src.config.errors import RunError, UserError
 from src.config.terminal import visible
 from src.tasks.text import files
@@ -292,7 +293,9 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_an_upload_that_must_fail_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mistakes("--push_to_hub=mine") == ["push_to_hub=mine: must be USER/NAME"]
     monkeypatch.delenv("HF_TOKEN")
-    assert mistakes("--push_to_hub=me/mine") == ["push_to_hub=me/mine: no credentials; run `hf auth login`"]
+    assert mistakes("--push_to_hub=me/mine") == [
+        f"push_to_hub=me/mine: no credentials; run `{terminal.BIN}hf auth login`"
+    ]
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     says = "push_to_hub=me/mine: HF_HUB_OFFLINE is set; unset it, or remove push_to_hub"
     assert mistakes("--push_to_hub=me/mine") == [says]

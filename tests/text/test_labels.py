@@ -58,14 +58,13 @@ def ids(task: Any, part: int = 0) -> dict[str, int]:
 def test_a_head_keeps_its_names_however_the_data_write_them(
     labels: list[Any], places: list[int], names: list[str], said: str
 ) -> None:
-    """In loaded and streamed rows, and in those to evaluate an export on. Tried without, with lower case: its head is
+    """In rows to train on, and in those to evaluate an export on. Tried without, with lower case: its head is
     the wrong way round, and 1.0 of accuracy becomes 0."""
     task = classifier(labels, eval_from="last")
     found = ids(task)
     assert task.state.remarks == [said] * bool(said)
     assert found == {f"row {i}": places[i % len(places)] for i in range(36)}
     assert task.state.data == {"labels": names}
-    assert ids(classifier(labels, streaming=True, shuffle_window=40)) == found  # room: streaming
     model = task.build_model()
     task.export(model, model.state_dict(), Path("exported"))
     assert AutoConfig.from_pretrained("exported").id2label == dict(enumerate(names))
@@ -134,15 +133,6 @@ def test_no_label_is_in_the_evaluation_rows_alone() -> None:
     assert (train, evaluation) == built()
     with pytest.raises(UserError, match="rare 180, rare 190 is in the data .*, the training data's$"):
         built(eval_from="last")
-
-
-def test_a_mixture_knows_the_labels_of_all_its_rows() -> None:  # room: streaming
-    """Tried with those of the evaluation data: the others are refused."""
-    sources = [{"dataset": str(rows_of(Path(f"{name}.jsonl"), 60))} for name in "ab"]
-    train, _ = (task := tiny.task(TextClassification, model="bert", sources=sources)).build_datasets()
-    seen = Counter(chunk["label"] for sample in samples(task.augmented(train, [0, 0, 1]), [*range(len(train))])
-                   for chunk in sample)  # fmt: skip
-    assert {*seen} == {*range(7)}
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("t5", tiny.T5), ("bart", tiny.BART)])

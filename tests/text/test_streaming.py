@@ -27,7 +27,6 @@ from src.tasks.text.reading import ShardReader, cache_folder
 from src.tasks.text.streaming.blocks import Blocks
 from src.tasks.text.streaming.order import Order
 from src.tasks.text.streaming.stream import Stream, count_sequences, masses_of, packed
-from src.tasks.text.text_classification import TextClassification
 from tests.faults.runs import cut_back
 from tests.launching import Launch, Run, Started, slow, wait
 from tests.text import tiny
@@ -221,8 +220,7 @@ def test_a_window_may_have_a_row_twice(tmp_path: Path) -> None:
         assert sorted(found) == [(place, f"<{row}> the of") for place, row in enumerate(rows)]
 
 
-def test_prompts_packed_or_not_and_labelled_rows_lose_nothing_that_map_style_has(models: Path) -> None:
-    """One by one, or a classifier's, which map-style sorts by length, in one batch with their labels."""
+def test_prompts_packed_or_not_lose_nothing_that_map_style_has() -> None:
     Path("asked").mkdir()
     tiny.questions(Path("asked/train.jsonl"))
     tiny.questions(Path("asked/dev.jsonl"), rows=9)
@@ -233,17 +231,6 @@ def test_prompts_packed_or_not_and_labelled_rows_lose_nothing_that_map_style_has
             chunks = [chunk for sample in samples(train, [*range(len(train))]) for chunk in sample]
             tokens.append(sorted((chunk["input_ids"].tolist(), chunk["labels"].tolist()) for chunk in chunks))
         assert tokens[0] == tokens[1]
-    tiny.reviews(Path("reviews"))
-    found = []
-    for streaming in (True, False):
-        settings = {"model": f"{models}/bert", "streaming": streaming, "shuffle_window": 50}
-        of = tiny.task(TextClassification, dataset="reviews", **settings)
-        train, evaluation = of.build_datasets()
-        batch = of.collate(samples(train, [*range(len(train))]))
-        pairs = zip(batch["inputs"]["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
-        found.append((sorted(pairs), len(train), len(evaluation), of.count(batch)["targets"]))
-    assert found[0] == found[1]
-    assert found[0][1] == found[0][3]
 
 
 # ------------------------------------------------------------------------------------------------ reading

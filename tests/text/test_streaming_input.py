@@ -23,7 +23,6 @@ from src.tasks.text import files, reading
 from src.tasks.text.files import find_files, index_files
 from src.tasks.text.reading import ShardReader
 from src.tasks.text.streaming import stream
-from src.tasks.text.text_classification import TextClassification
 from src.training.workers import load_in_workers
 from tests.s3 import S3FileSystem, s3_bucket
 from tests.text import tiny
@@ -39,11 +38,6 @@ HINT = f"fix it, {FIX}"
 
 def lm(dataset: str = "", **settings: Any) -> Any:
     return tiny.task(dataset=dataset, **{"streaming": True, "sequence_length": 128, "shuffle_window": 40} | settings)
-
-
-def classifier(models: Path, **settings: Any) -> Any:
-    own = {"streaming": True, "model": str(models / "bert"), "sequence_length": 32, "shuffle_window": 40}
-    return tiny.task(TextClassification, dataset="a", **own | settings)
 
 
 def epoch(task: Any, train: Any, batch: int = 4) -> Iterator[list[Any]]:
@@ -122,6 +116,9 @@ def test_settings_that_contradict_each_other_are_named_without_loading_anything(
     ):
         assert fnmatchcase(says(UserError, lambda more=arguments: run_settings([*new, *more])), expected)  # type: ignore[misc]
     run_settings([*new, mix.format(1)])  # folders may have folders
+    for streams in ("--task.streaming=true", mix.format(1)):
+        labels = ("--task.name=text_classification", "--task.model=a", "--task.dataset=b.jsonl", streams)
+        assert "only task.name=causal_lm can stream or mix data" in says(UserError, lambda of=labels: run_settings(of))  # type: ignore[misc]
 
 
 def test_credentials_that_are_missing_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,21 +247,6 @@ def test_prompts_that_are_not_packed_keep_a_place_for_each_row() -> None:
     expected = [row["prompt"] + row["completion"] for row in prompts[: -len(evaluation)]]
     assert sorted(texts(task, train)) == sorted(expected)
     assert skipped(task, train) == 3
-
-
-def test_labels_that_no_row_to_evaluate_on_has_are_named_or_left_out(models: Path) -> None:
-    """What is left out does not count among the targets of the loss."""
-    reviews = [{"text": text, "label": ("even", "odd")[i % 2]} for i, text in enumerate(TEXTS)]
-    bad_rows: list[Any] = [{"text": "a", "label": "prime"}, {"text": "a"}, {"text": 3, "label": "odd"}, b"{"]
-    write({"a/x.jsonl": [*reviews[:20], *bad_rows, *reviews[20:]]})
-    task = classifier(models)
-    train, _ = task.build_datasets()
-    said = says(UserError, lambda: [*epoch(task, train)])
-    assert said == f"a/x.jsonl, line 21: label prime is not in the evaluation data (even, odd); {HINT}"
-    task = classifier(models, bad_rows="skip")
-    train, evaluation = task.build_datasets()
-    assert skipped(task, train) == 4
-    assert sum(task.count(task.collate(samples))["targets"] for samples in epoch(task, train)) == 60 - len(evaluation)
 
 
 NAMES = {"data/x.parquet": range(90), "data/deep/y.jsonl": range(90, 200), "data/z.parquet": range(200, 240)}

@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from io import BufferedReader, StringIO
+from io import StringIO
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -165,24 +166,11 @@ class Parsed(NamedTuple):
     """Why a row is unreadable, by position. It is in `rows` too, perhaps without values."""
 
 
-def index_lines(file: BufferedReader, start: int, _names: list[str]) -> Index:
-    """Index a .jsonl file, ignoring blank lines."""
-    rows, groups = _first_rows_and_groups(file, start)
-    return Index(_keys(rows), groups)
-
-
-def _first_rows_and_groups(file: BufferedReader, start: int) -> tuple[list[Any], list[Group]]:
-    """Return the rows in the first lines, and all groups."""
-    head: list[bytes] = []
-
-    def records() -> Iterator[RecordSize]:
-        for line in file:
-            if len(head) < GROUP_ROWS:
-                head.append(line)
-            yield len(line), 1, bool(line.strip(b" \t\r\n"))
-
-    groups = grouped(records(), start)
-    return parse_lines(b"".join(head)).rows, groups
+def index_lines(lines: Iterator[bytes], start: int, _names: list[str]) -> Index:
+    """Index a .jsonl file, ignoring blank lines. Its columns are those of the first lines."""
+    head = [*islice(lines, GROUP_ROWS)]
+    records = ((len(line), 1, bool(line.strip(b" \t\r\n"))) for line in chain(head, lines))
+    return Index(_keys(parse_lines(b"".join(head)).rows), grouped(records, start))
 
 
 def _keys(rows: list[Any]) -> list[str]:
@@ -211,16 +199,18 @@ def _add(parsed: Parsed, row: Any, reason: str = "") -> None:
     parsed.rows.append(row)
 
 
-def index_json(file: BufferedReader, start: int, _names: list[str]) -> Index:
+def index_json(lines: Iterator[bytes], start: int, _names: list[str]) -> Index:
     """Index a .json file: a list of objects, which is read whole, or one object per line. Raise a ValueError for any
     other JSON."""
-    if file.peek(GROUP_ROWS).lstrip()[:1] != b"[":
-        rows, groups = _first_rows_and_groups(file, start)
-        is_one = [group.rows for group in groups] == [1]
-        if groups and (not any(rows) or (is_one and all(isinstance(v, dict | list) for v in rows[0].values()))):
+    head = [*islice(lines, GROUP_ROWS)]
+    lines = chain(head, lines)
+    first = b"".join(head)
+    if first.lstrip()[:1] != b"[":
+        rows = parse_lines(first).rows
+        if rows and (not any(rows) or (len(rows) == 1 and all(isinstance(v, dict | list) for v in rows[0].values()))):
             raise ValueError(NO_ROWS)
-        return Index(_keys(rows), groups)
-    data = file.read()
+        return index_lines(lines, start, _names)
+    data = b"".join(lines)
     rows = parse_json(data, ()).rows
     return Index(_keys(rows[:GROUP_ROWS]), grouped([(len(data), 1, len(rows))], start))
 
@@ -236,23 +226,24 @@ def parse_json(data: bytes, columns: Sequence[str]) -> Parsed:
     return parsed
 
 
-def index_table(file: BufferedReader, start: int, names: list[str], **dialect: Any) -> Index:
+def index_table(lines: Iterator[bytes], start: int, names: list[str], **dialect: Any) -> Index:
     """Index a .csv or .tsv file, whose header is `names` or, if that is empty, the first line that is not blank. Raise
     a ValueError if the header names a column twice."""
-    columns, longest, number = names, (1, 0), 0
+    columns, longest = names, (1, 0)
     record: list[bytes] = []
 
     def text() -> Iterator[str]:
-        for line in file:
+        for line in lines:
             for part in line.splitlines(keepends=True):  # old Macs end lines differently
                 record.append(part)
                 yield part.decode(*UTF8)
 
+    reader = csv.reader(text(), **dialect)
+
     def records() -> Iterator[RecordSize]:
-        nonlocal columns, longest, number
-        for cells in csv.reader(text(), **dialect):  # it reads no line beyond the record
-            longest = max(longest, (len(record), number + 1))
-            number += len(record)
+        nonlocal columns, longest
+        for cells in reader:  # it reads no line beyond the record
+            longest = max(longest, (len(record), reader.line_num))
             yield sum(map(len, record)), len(record), bool(cells and columns)
             columns = columns or cells
             record.clear()
@@ -260,9 +251,9 @@ def index_table(file: BufferedReader, start: int, names: list[str], **dialect: A
     groups = grouped(records(), start)
     if twice := [name for name, count in Counter(columns).items() if name and count > 1]:
         raise ValueError(f"two columns are called {twice[0]}")
-    height, line = longest
-    note = f"{number:,} lines are {sum(group.rows for group in groups):,} rows, as quoted cells span several: "
-    note += f"the longest row is lines {line:,} to {line + height - 1:,}"
+    height, last = longest
+    note = f"{reader.line_num:,} lines are {sum(group.rows for group in groups):,} rows, as quoted cells span several: "
+    note += f"the longest row is lines {last - height + 1:,} to {last:,}"
     return Index(columns, groups, note if height > 1 else "")
 
 
@@ -285,9 +276,9 @@ def parse_table(data: bytes, columns: Sequence[str], **dialect: Any) -> Parsed:
     return parsed
 
 
-def index_text(file: BufferedReader, start: int, _names: list[str]) -> Index:
+def index_text(lines: Iterator[bytes], start: int, _names: list[str]) -> Index:
     """Index a .txt file."""
-    size = len(file.read())
+    size = sum(map(len, lines))
     return Index(["text"], grouped([(size, 1, size > 0)], start))
 
 
@@ -389,31 +380,21 @@ def declared_features(schema: pa.Schema) -> Features:
 
 
 def _index_text(file: Any, kind: str, column_names: list[str]) -> tuple[str, Index]:
-    hashed = _Hashed(file)
-    opened = io.BufferedReader(hashed, PIECE)
-    head = opened.peek()[:3]
-    if {*head[:2]} & {0, 0xFE, 0xFF}:  # of UTF-8, no text has these
-        raise ValueError("its text is UTF-16: save it as UTF-8")
-    start = len(opened.read(3)) if head == BYTE_ORDER_MARK else 0
-    make, _ = TEXT_FORMATS[kind]
-    index = make(opened, start, column_names)
-    return hashed.digest.hexdigest(), index
+    digest = hashlib.sha256()
 
+    def hashed(opened: io.BufferedReader) -> Iterator[bytes]:
+        while lines := opened.readlines(PIECE):
+            digest.update(b"".join(lines))
+            yield from lines
 
-class _Hashed(io.RawIOBase):
-    """Hashes all bytes of a file as they are read."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self.digest = file, hashlib.sha256()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        self.digest.update(data)
-        buffer[: len(data)] = data
-        return len(data)
+    with io.BufferedReader(file, PIECE) as opened:
+        head = opened.peek()[:3]
+        if {*head[:2]} & {0, 0xFE, 0xFF}:  # of UTF-8, no text has these
+            raise ValueError("its text is UTF-16: save it as UTF-8")
+        start = len(opened.read(3)) if head == BYTE_ORDER_MARK else 0
+        make, _ = TEXT_FORMATS[kind]
+        index = make(hashed(opened), start, column_names)
+    return digest.hexdigest(), index
 
 
 SECONDS = 5

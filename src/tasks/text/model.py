@@ -43,9 +43,9 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import align_special_tokens
-from transformers.utils import is_bitsandbytes_available
 
 from src.config.errors import UserError, cause, explained, listed, refuse
+from src.config.requirements import lacking
 from src.config.settings import flatten, nearest
 from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
@@ -68,6 +68,7 @@ from src.tasks.text.streaming.stream import Stream
 from src.tasks.text.tokenizing import byte_tokenizer
 
 logging.set_verbosity_error()  # what is missing or does not fit is judged here
+logging.disable_progress_bar()
 
 
 LONGEST_MATCH = 5
@@ -138,8 +139,7 @@ def add_adapters(
 def require_four_bits(is_sharded: bool) -> None:
     """Raise a UserError if weights can't be kept in 4 bits, because of FSDP or what is installed."""
     setting = "task.lora.base_dtype=nf4"
-    if not is_bitsandbytes_available():
-        raise UserError(f"{setting}: needs bitsandbytes; `pip install -e '.[nf4]'`")
+    refuse(f"{setting}: {line}" for line in lacking("nf4"))
     if is_sharded:
         # FSDP would gather the bytes without the scales that they are read with
         hint = "use accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
@@ -271,7 +271,6 @@ def grow(model: PreTrainedModel, num_tokens: int) -> None:
 def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
     """Return the language model that a run exported, fp32, with its adapters if it has any; `base_dtype` is that of
     frozen weights. Raise a UserError if there is none."""
-    logging.disable_progress_bar()
     auto: Any = AutoModelForCausalLM
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
     with explained("not a language model: "):
@@ -354,7 +353,6 @@ def drop_settings_without_effect(generation: Any) -> list[str]:
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
     """Write what `from_pretrained` reads: config, weights (for a PeftModel, the adapters alone) and tokenizer."""
-    logging.disable_progress_bar()
     if model.can_generate():
         set_ends(model, tokenizer)
         model.generation_config.save_pretrained(folder)  # saving adapters leaves it out
@@ -503,7 +501,6 @@ class FineTuning(TextTask):
     def build_empty_model(self) -> tuple[Any, FillWeights] | None:
         if self.base_dtype == "nf4":
             require_four_bits(is_sharded=True)
-        logging.disable_progress_bar()
         with loading("model", self.model):
             if not (files := self._plain_files()):
                 return None
@@ -554,7 +551,6 @@ class FineTuning(TextTask):
     def load_model(self) -> Any:
         """Return the pretrained transformers model, fp32. Raise a UserError if it cannot be found, is damaged, or is
         another kind of model."""
-        logging.disable_progress_bar()
         options = four_bit_options(self._config, self.state.dtype) if self.base_dtype == "nf4" else {}
         with loading("model", self.model):
             model, found = self.auto_class.from_pretrained(
@@ -630,8 +626,8 @@ class FineTuning(TextTask):
         own.tie_weights()
 
     def load_tokenizer(self, name: str | None = None) -> PreTrainedTokenizerFast:
-        """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or it does not
-        report the positions of its tokens in the text."""
+        """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or not one of
+        the tokenizers library, which reports the positions of its tokens in the text."""
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
         says = f"task.{setting}={source}: has no tokenizer that can be read"
         hint = "a language model may have another one's (task.tokenizer)"
@@ -641,11 +637,8 @@ class FineTuning(TextTask):
                 tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
             except ValueError as error:
                 raise UserError(f"{says}: {hint}") from error
-        if not tokenizer.is_fast:
-            use = "use a model with a tokenizer of the tokenizers library (tokenizer.json)"
-            raise UserError(f"{source}: {type(tokenizer).__name__} does not report token positions; {use}")
-        # what transformers makes if there are no files at all; T5's has a token for spaces
-        if len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
+        # what transformers makes if there are no files at all has special tokens alone; T5's has a token for spaces
+        if not tokenizer.is_fast or len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
             raise UserError(f"{says}: {hint}")
         return tokenizer  # type: ignore[return-value]  # is_fast says so
 

@@ -76,8 +76,6 @@ def as_text(value: Any) -> str:
 def as_label(value: Any) -> str:
     """Return a label, a number or text, as text without surrounding whitespace; equal numbers, such as 1, 1.0 and true,
     as the same text. Raise a ValueError if it is neither."""
-    if isinstance(value, list):
-        raise ValueError("is a list: a row has one label here, multi-label classification is not supported")
     if isinstance(value, int | float) and value == value:  # NaN is no number
         return str(int(value) if value % 1 == 0 else value)
     return as_text(value).strip()
@@ -177,16 +175,12 @@ class ShardReader:
         bad = {place - first: reason for place, reason in parsed.unreadable.items() if first <= place < last}
         return {name: [row.get(name) for row in parsed.rows[first:last]] for name in columns}, bad
 
-    @property
-    def content(self) -> list[str]:
-        """Return what changes with the content of the files: for text, the digest alone, as tar, rsync and image layers
-        change file times; for parquet, where the index has only seen the footer, the version too."""
-        return [shard.digest + shard.version * (shard.kind == ".parquet") for shard in self.shards]
-
     def version(self, number: int) -> str:
-        """Return what changes with a group's content, even if the footer of its file stays the same."""
+        """Return what changes with a group's content: for text, the file's digest, as tar, rsync and image layers
+        change file times; for parquet, where the index has only seen the footer, the file's name and version too."""
         shard, group = self.groups[number]
-        return f"{shard.url} {shard.version} {group.start}"
+        of_file = f"{Path(shard.url).name} {shard.version}" * (shard.kind == ".parquet")
+        return f"{shard.digest} {of_file} {group.start}"
 
     def name(self, number: int, row: int) -> str:
         """Return the name of a group's row for messages: the file, and the line or row, counted from 1."""
@@ -215,11 +209,6 @@ class TableReader:
         """Return rows of a group, and why some of them are unreadable, by position."""
         before = number * BLOCK
         return arrow_values(self._table[before + first : before + last], columns, self._table.features)
-
-    @property
-    def content(self) -> list[str]:
-        """Return what changes with the content of the table."""
-        return [self.fingerprint]
 
     def version(self, number: int) -> str:
         """Return what changes with a group's content."""
@@ -475,7 +464,7 @@ def require_columns(columns: Encoders, source: Source, dataset: str, where: str 
 def _read(source: Source, parts: list[RowRange], columns: Encoders, desc: str) -> Dataset:
     """Return all rows of the parts as a table of text, with a column REASON, null where the row can be used. Later
     calls, even in another process, read it from the cache, as long as the content of the files is the same."""
-    key = Hasher.hash([source.content, parts, columns, CODE])
+    key = Hasher.hash([[source.version(number) for number, _, _ in parts], parts, columns, CODE])
     folder = cache_folder()
     file = folder / f"{key}.arrow"
     if file.exists():

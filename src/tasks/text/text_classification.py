@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +22,7 @@ from src.tasks.text.model import FineTuning, check_fit
 from src.tasks.text.packing import Batch
 from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
-from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source
-from src.tasks.text.streaming.stream import Stream, build_stream
-from src.tasks.text.tokenizing import NUMBER, Labelling, fold, known_label, length_grouped, sorted_labels
+from src.tasks.text.tokenizing import NUMBER, Labelling, fold, length_grouped, sorted_labels
 
 SHOWN = 20
 """Number of most frequent labels whose counts are shown at the start of a run. More than that may be no labels."""
@@ -47,12 +45,13 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
         columns: Encoders = {**dict.fromkeys(texts, as_text), self.label_column: as_label}
-        train, evaluation = self.usable_parts(self.open_rows(), columns)
-        if self.is_streamed:  # room: streaming
-            return self._stream(train, evaluation, columns)
-        (train_rows,), (eval_rows,) = train, evaluation
-        self._learn_labels(train_rows, eval_rows)
-        return self._labelled(train_rows, "training data"), self._evaluation_set(eval_rows)
+        (train,), (evaluation,) = self.usable_parts(self.open_rows(), columns)
+        self._learn_labels(train, evaluation)
+        labelled = self._labelled(evaluation, "evaluation data")
+        by_length = np.argsort(labelled["length"][:], kind="stable")
+        self._texts = evaluation.remove_columns(self.label_column).select(by_length)
+        # batches of similar lengths need less padding
+        return self._labelled(train, "training data"), labelled.select(by_length)
 
     @property
     def _labels(self) -> list[str]:
@@ -67,21 +66,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def _labelled(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table of the rows as model inputs, with row numbers as `row`; on a second call, from the cache."""
         return cached_map(rows, self._labelling, f"tokenizing {desc}").add_column("row", range(len(rows)))
-
-    def _evaluation_set(self, rows: Dataset) -> Dataset:
-        evaluation = self._labelled(rows, "evaluation data")
-        by_length = np.argsort(evaluation["length"][:], kind="stable")
-        self._texts = rows.remove_columns(self.label_column).select(by_length)
-        return evaluation.select(by_length)  # batches of similar lengths need less padding
-
-    def _stream(self, train: list[Any], parts: list[Dataset], columns: Encoders) -> Any:  # room: streaming
-        """Return the streamed training set and the evaluation set. Of files, only the latter's labels are known."""
-        rows = concatenate_datasets(parts)
-        self._learn_labels(rows if self.streaming else concatenate_datasets(train), rows)
-        evaluation = self._evaluation_set(rows)
-        sources = np.repeat(range(len(parts)), [len(part) for part in parts])[evaluation["row"][:]]
-        columns = {**columns, self.label_column: partial(known_label, labels=self._written)}
-        return build_stream(self, train, columns, self._labelling, None), evaluation.add_column("source", sources)
 
     def _learn_labels(self, train: Dataset, evaluation: Dataset) -> None:
         """Set the labels that the model knows, in the order of their ids: those that it was trained on or that its head
@@ -126,13 +110,9 @@ class TextClassification(TextClassificationSettings, FineTuning):
         return concatenate_datasets([train, evaluation.select(alone)]), evaluation.select(others)
 
     def fingerprint(self, dataset: Dataset) -> str:
-        if isinstance(dataset, Stream):  # room: streaming
-            return dataset.fingerprint()
         return table_checksum(dataset, ["input_ids", "label"])
 
     def describe(self, part: Literal["train", "eval"], dataset: Dataset) -> dict[str, float]:
-        if isinstance(dataset, Stream):  # room: streaming
-            return dataset.describe(self.sequence_length)
         counts = Counter(dataset["label"][:])
         return {
             "tokens": sum(dataset["length"][:]),
@@ -143,13 +123,9 @@ class TextClassification(TextClassificationSettings, FineTuning):
         }
 
     def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:
-        if isinstance(train, Stream):  # room: streaming
-            return super().order(train, random, global_batch_size)
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
     def collate(self, samples: list[Any]) -> Batch:
-        if isinstance(samples[0], list):  # room: streaming
-            samples = [chunk for (chunk,) in samples]  # a row is one chunk
         names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
         rows = [{name: sample[name] for name in names} for sample in samples]
         inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
@@ -157,7 +133,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
             "inputs": dict(inputs),
             "labels": torch.tensor([sample["label"] for sample in samples]),
             "tokens": sum(sample["length"] for sample in samples),
-            **counts_by_source(self, samples, "label"),  # room: streaming
         }
 
     @property
@@ -180,8 +155,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def _own_config(self) -> PreTrainedConfig:
         config = self.load_model_config()
         self.state.remarks += check_fit(self.sequence_length, config, self._tokenizer)
-        if type(config) not in self.auto_class._model_mapping:
-            raise UserError(f"task.model={self.model}: transformers has no text classifier of type {config.model_type}")
         if config.problem_type in ("regression", "multi_label_classification"):
             hint = "which this task is not: a row has one label (to change that, remove problem_type from a copy)"
             raise UserError(f"task.model={self.model}: its config.json says {config.problem_type}, {hint}")
@@ -200,7 +173,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
             "targets": int((batch["labels"] >= 0).sum()),
             "tokens": batch["tokens"],
             "padded_tokens": batch["inputs"]["input_ids"].numel(),
-            **batch.get("counts", {}),
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -209,9 +181,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def evaluate(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensors]:
         logits, labels = model(**batch["inputs"]).logits.float(), batch["labels"]
         outputs = {"predictions": logits.argmax(1), "references": labels, "probabilities": logits.softmax(1)}
-        if self.sources:  # room: streaming
-            losses, rows = cross_entropy(logits, labels, reduction="none"), torch.arange(len(labels)).to(labels.device)
-            outputs |= sums_by_source(self, batch, losses, rows, len(labels))
         return cross_entropy(logits, labels, reduction="sum"), outputs
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
@@ -220,7 +189,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
             **load_metric("Accuracy").compute(**labels),
             **load_metric("F1").compute(**labels, labels=len(self._labels)),
             **load_metric("Matthews").compute(**labels),
-            **losses_by_source(self, outputs),  # room: streaming
         }
 
     def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:

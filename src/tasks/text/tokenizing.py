@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, listed
 from src.tasks.text.chats import Spans, render_chat
 from src.tasks.text.packing import Chunk
-from src.tasks.text.reading import Rows, as_json, as_label, cached_map
+from src.tasks.text.reading import Rows, as_json, cached_map
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -75,7 +75,6 @@ CHUNK_FEATURES = Features(
 )
 """Columns of a table of chunks: `targets` is how many tokens contribute to the loss; `had_ends` tells, for a row's
 first chunk, whether the text itself began or ended with the special token for that."""
-
 
 Columns = dict[str, str]
 """Names of columns by role: text; or prompt and completion; or messages, with or without tools."""
@@ -284,14 +283,6 @@ def fold(label: str) -> str:
     return "".join(label.split()).casefold()
 
 
-def known_label(value: Any, labels: list[str]) -> str:  # room: streaming
-    """Return a label as text. Raise a ValueError if it is not one of `labels`."""
-    label = as_label(value)
-    if label not in labels:
-        raise ValueError(f"{label} is not in the evaluation data ({listed(labels)})")
-    return label
-
-
 @dataclass(frozen=True)
 class Labelling:
     """Makes model inputs from rows of a text, or a pair of texts, and a label."""
@@ -317,15 +308,6 @@ class Labelling:
             "length": [len(ids) for ids in encoded["input_ids"]],
             "truncated": [bool(encoding.overflowing) for encoding in encoded.encodings or []],
         }
-
-    @property
-    def filler(self) -> Chunk:  # room: streaming
-        """Return a placeholder for a skipped row, whose label the loss ignores."""
-        return {name: [1] for name in self.tokenizer.model_input_names} | {"label": -100, "length": 0}
-
-    def chunks(self, rows: Rows) -> pa.Table:  # room: streaming
-        """Return one chunk for each row, and the rows' places as `row`."""
-        return pa.table(self(rows) | {"row": range(len(rows[self.label]))})
 
 
 def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
