@@ -61,7 +61,7 @@ def command_with(arguments: list[str], launch: Collection[str] = ()) -> str:
     if not words:
         words = psutil.Process(os.getppid()).cmdline() if "TORCHELASTIC_RUN_ID" in os.environ else sys.orig_argv
     script = len(words) - len(sys.argv)
-    command = shlex.join([*words[:script], *launch, words[script], *arguments])
+    command = shlex.join([*words[:script], *launch, *words[script : script + 1], *arguments])
     return start + re.sub(r"--config_file[= ]('.*?'|\S+) (?=.*--config_file=)", "", command)
 
 
