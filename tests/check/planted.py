@@ -39,7 +39,7 @@ class Fault:
     name: str
     yaml: str
     fails: str
-    cause: str
+    cause: str | tuple[str, ...]
     where: str
     hook: Hook
     arguments: tuple[str, ...] = ()
@@ -358,7 +358,9 @@ FAULTS = [
           lambda evaluate, task, model, *rest: evaluate(task, model.train(), *rest)),
     Fault("an evaluation whose task returns a mean", "cpu", "Evaluation", "Task.evaluate returns a mean in place",
           "src.tasks.mnist.Mnist.evaluate", with_a_mean),
-    Fault("an evaluation with a term over the batch", "ddp", "Evaluation", "an example's loss depends on those",
+    # a device that evaluates as many examples at once as the reference finds no other eval/loss than that
+    Fault("an evaluation with a term over the batch", "ddp", "Evaluation",
+          ("an example's loss depends on those", "Task.evaluate returns a mean in place of the sum, or an example's"),
           "src.tasks.mnist.Mnist.evaluate", with_a_term_over_the_batch),
     Fault("an evaluation whose task draws random numbers", "cpu", "Evaluation", "Task.loss or evaluate draws random",
           "src.tasks.mnist.Mnist.evaluate", with_noise),
