@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,19 @@ def wait(condition: Callable[[], object], seconds: float = SECONDS, say: Callabl
     while not condition():
         assert time.monotonic() < end, say()
         time.sleep(0.01)
+
+
+def project_with_task(folder: Path, task: str, code: str) -> Path:
+    """Copy what trains into a folder, and add a task as a user does: a file, and a line. `task` is its class's name;
+    the file and the task have the same name in small letters."""
+    name = task.lower()
+    for part in ("src", "accelerate_configs"):
+        shutil.copytree(PROJECT / part, folder / part)
+    shutil.copy(PROJECT / "train.py", folder)
+    (folder / f"src/tasks/{name}.py").write_text(code)
+    tasks, line = folder / "src/tasks/__init__.py", f'    "{name}": "src.tasks.{name}:{task}",\n'
+    tasks.write_text(tasks.read_text().replace("TASKS = {\n", f"TASKS = {{\n{line}"))
+    return folder
 
 
 def mistakes(*arguments: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Adding a task is one file and one line: here a copy of the project gets one, and trains it under FSDP."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from src.tasks.task_checks import MUST_RETURN
-from tests.launching import PROJECT, Launch, Rounding, Whole, needs
+from tests.launching import Launch, Rounding, Whole, needs, project_with_task
 
 TASK = '''
 """Learn the mean of a ragged number of values: most examples count for several, some for none."""
@@ -73,15 +72,7 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    copy = tmp_path_factory.mktemp("project") / "copy"
-    for name in ("src", "accelerate_configs"):
-        shutil.copytree(PROJECT / name, copy / name)
-    shutil.copy(PROJECT / "train.py", copy)
-    (copy / "src/tasks/sign.py").write_text(TASK)
-    registry = copy / "src/tasks/__init__.py"
-    line = '    "sign": "src.tasks.sign:Sign",'
-    registry.write_text(registry.read_text().replace("TASKS = {\n", f"TASKS = {{\n{line}\n"))
-    return copy
+    return project_with_task(tmp_path_factory.mktemp("project"), "Sign", TASK)
 
 
 def test_a_new_task_trains_the_same_under_every_strategy(whole: Whole, rounding: Rounding, project: Path) -> None:

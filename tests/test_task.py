@@ -1,7 +1,6 @@
 """A task is frozen settings, and what a run finds out is an object of its own."""
 
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from src.tasks.base import ContextParallel, Task, TaskState
-from tests.launching import PROJECT, Launch, Run, run_command
+from tests.launching import PROJECT, Launch, Run, project_with_task, run_command
 from train import run_settings
 
 
@@ -171,15 +170,7 @@ LABELS = "NOTE: Segmentation.loss sums over {} labels where Segmentation.count c
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One with this task."""
-    folder = tmp_path_factory.mktemp("project")
-    for name in ("src", "accelerate_configs"):
-        shutil.copytree(PROJECT / name, folder / name)
-    shutil.copy(PROJECT / "train.py", folder)
-    (folder / "src/tasks/segmentation.py").write_text(SEGMENTATION)
-    tasks = folder / "src/tasks/__init__.py"
-    mapped = 'TASKS = {\n    "segmentation": "src.tasks.segmentation:Segmentation",\n'
-    tasks.write_text(tasks.read_text().replace("TASKS = {\n", mapped))
-    return folder
+    return project_with_task(tmp_path_factory.mktemp("project"), "Segmentation", SEGMENTATION)
 
 
 @pytest.fixture(scope="module")
@@ -244,12 +235,7 @@ def test_the_task_in_the_readme_is_complete_and_trains_as_it_stands_there(  # ro
     """In at most 25 lines, sharded. Tried without its blocks: FSDP has nothing to shard."""
     (code,) = re.findall(r"```python\n(import torch.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
     assert code.count("\n") <= 25
-    for name in ("src", "accelerate_configs"):
-        shutil.copytree(PROJECT / name, tmp_path / name)
-    shutil.copy(PROJECT / "train.py", tmp_path)
-    (tmp_path / "src/tasks/mine.py").write_text(code)
-    tasks = tmp_path / "src/tasks/__init__.py"
-    tasks.write_text(tasks.read_text().replace("TASKS = {\n", 'TASKS = {\n    "mine": "src.tasks.mine:Mine",\n'))
-    run = launch("fsdp", "--task.name=mine", "--task.width=256", "--max_steps=30", project=tmp_path).succeeded()
+    project = project_with_task(tmp_path, "Mine", code)
+    run = launch("fsdp", "--task.name=mine", "--task.width=256", "--max_steps=30", project=project).succeeded()
     assert run.summary["parameters"] == 256 * (8 + 1) + 256 + 1
     assert run.summary["eval/loss"] < run.records[0]["eval/loss"]
