@@ -193,7 +193,7 @@ class CausalLM(CausalLMSettings, Decoder):
             "inputs": inputs | document_lengths(ends),
             "tokens": sum(sizes),
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
-            **counts_by_source(self, [*chain.from_iterable(samples)], "labels"),  # room: streaming
+            **counts_by_source(self, [*chain.from_iterable(samples)]),  # room: streaming
         }
         return own_part(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
 

@@ -19,9 +19,9 @@ def source_names(task: TextTask) -> list[str]:
     return [stem if stems.count(stem) == 1 else f"{stem}_{number}" for number, stem in enumerate(stems, start=1)]
 
 
-def counts_by_source(task: TextTask, chunks: list[Chunk], labels: str) -> Batch:
+def counts_by_source(task: TextTask, chunks: list[Chunk]) -> Batch:
     """Return what a batch of these chunks has in addition: how many tokens come from each source of a mixture, how many
-    rows were skipped, and the source of each target. `labels` is the name of their column of labels."""
+    rows were skipped, and the source of each target."""
     if not task.is_streamed:
         return {}
     names = source_names(task)
@@ -31,7 +31,7 @@ def counts_by_source(task: TextTask, chunks: list[Chunk], labels: str) -> Batch:
     for number, name in enumerate(names):
         own = (len(chunk["input_ids"]) for chunk in chunks if chunk["source"] == number)
         counts[f"train/tokens_{name}"] = sum(own)
-    targets = [np.sum(chunk[labels] != -100) for chunk in chunks]
+    targets = [np.sum(chunk["labels"] != -100) for chunk in chunks]
     sources = np.repeat([chunk["source"] for chunk in chunks], targets)
     return {"counts": counts, "sources": torch.from_numpy(sources)}
 
