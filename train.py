@@ -22,7 +22,7 @@ from src.checkpoint.export import export_model, push_to_hub
 from src.checkpoint.resume import explaining_lost_machine, find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
-from src.distributed.accelerator import build_accelerator, leave, num_machines
+from src.distributed.accelerator import build_accelerator, num_machines, shut_down
 from src.distributed.process import collect_only_new_objects, exit_codes
 from src.distributed.stop import StopSignal
 from src.parts import MODES, join_machines, open_store, start_parts
@@ -32,7 +32,7 @@ from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.cuda_graph import CapturedStep
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_everywhere
-from src.training.gradients import grad_norm, local_gradients, reducing, scale_and_clip_, step_if_finite
+from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.out_of_memory import explaining_memory
 from src.training.progress import StepResult
@@ -50,7 +50,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
     scale = accelerator.num_processes * progress.loss_scale / max(counts["targets"], 1)
     losses = []
     for i, batch in enumerate(micro_batches, start=1):
-        with reducing(run, is_last=i == len(micro_batches)):
+        with gradient_sync(run, is_last=i == len(micro_batches)):
             # call model(...), not model.forward(...): FSDP gathers a block's weights in forward hooks
             loss = run.task.loss(run.model, batch.data)
             if progress.step == 0:
@@ -140,7 +140,7 @@ def fit(run: Run) -> bool:
             progress.add_step(result)
             tracker.advance()
             # reading a loss makes the host wait for the device: do so only where its value is needed
-            reads_losses = is_stopping or run.is_read_due()
+            reads_losses = is_stopping or run.needs_sync()
             if reads_losses and progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps):
                 checkpoints.close()
                 progress.give_up(config, run.is_fp16, checkpoints.newest)
@@ -168,7 +168,7 @@ def build(config: Config) -> Run | None:
     resume = find_checkpoint(accelerator, config, store)
     if resume.is_finished:
         accelerator.print(f"{config.folder}: this run has finished; {resume.progress.end_note(config.early_stopping)}")
-        leave(accelerator)
+        shut_down(accelerator)
         return None
 
     # ------------------------------------------------------------------------------------------------------- data
@@ -178,7 +178,7 @@ def build(config: Config) -> Run | None:
     fingerprints = fingerprints_of(config.task, (train_set, eval_set), accelerator)
 
     # --------------------------------------------------------------------------------------- model and optimizers
-    model, facts = prepare_model(config, accelerator, launch)
+    model, metadata = prepare_model(config, accelerator, launch)
     optimizers = build_optimizers(config.optim, model)  # after sharding, which replaces the parameters
 
     # --------------------------------------------------------------------------------------------------- the run
@@ -194,7 +194,7 @@ def build(config: Config) -> Run | None:
         train_set=on_device(config, train_set, accelerator.device),
         eval_set=on_device(config, eval_set, accelerator.device),
         origin=origin_of(config, launch, accelerator, model, train_set, fingerprints),
-        facts=facts | {"data": {"train": describe("train", train_set), "eval": describe("eval", eval_set)}},
+        metadata=metadata | {"data": {"train": describe("train", train_set), "eval": describe("eval", eval_set)}},
     )
     load_checkpoint(run)
     require_rows(run)
@@ -212,13 +212,13 @@ def main() -> None:
         return
     if config.mode != "train":  # --check or --dry-run
         is_right = MODES[config.mode](run, train_step, evaluate)
-        leave(run.accelerator)
+        shut_down(run.accelerator)
         if not is_right:
             raise SystemExit(1)
         return
     with explaining_memory("step", run), explaining_lost_machine(run):
         is_done = fit(run)
-    leave(run.accelerator)
+    shut_down(run.accelerator)
     if is_done and config.push_to_hub and run.is_main:
         push_to_hub(config)
     if not is_done and num_machines() > 1:

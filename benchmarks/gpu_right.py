@@ -105,7 +105,7 @@ def llama_in_fp32(bench: Bench) -> Iterator[Finding]:
 
 def llama_in_bf16(bench: Bench) -> Iterator[Finding]:
     half = bench.train("llama_bf16", "single_gpu", bench.text)
-    off, tuned = drift(half.losses, bench.ended("llama_fp32").losses), ", ".join(half.summary["tuned"])
+    off, tuned = drift(half.losses, bench.ended("llama_fp32").losses), ", ".join(half.summary["optimizations"])
     yield Finding("a Llama in bf16 against fp32", off, at_most=BF16, note=tuned)
 
 

@@ -20,11 +20,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
 from src.checkpoint.files import write_text
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, as_user_error
 from src.distributed.process import exit_codes
 from src.tasks.text.model import load_exported
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """Maximum number of tokens in an answer."""
 
 
@@ -42,12 +42,12 @@ class Question(BaseModel, extra="forbid", strict=True):
 
 def read_questions(file: str) -> list[Question]:
     """Return the questions in a .jsonl file. Raise a UserError if there are none, or a line is not a question."""
-    with explained(f"{file}: cannot be read: ", (OSError, UnicodeDecodeError)):
+    with as_user_error(f"{file}: cannot be read: ", (OSError, UnicodeDecodeError)):
         lines = Path(file).read_text(encoding="utf-8").split("\n")
     questions = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            with explained(f"{file}, line {number}: "):
+            with as_user_error(f"{file}, line {number}: "):
                 questions.append(Question.model_validate_json(line))
     if not questions:
         raise UserError(f"{file}: it is empty")
@@ -58,7 +58,7 @@ def answers(model: Any, tokenizer: Any, questions: list[str]) -> list[str]:
     """Return the model's answers, each to one question, decoded greedily. Raise a UserError if the tokenizer has no
     chat template, or it rejects a question."""
     chats = [[{"role": "user", "content": question}] for question in questions]
-    with explained("the tokenizer's chat template: "):  # it is a program: it can raise anything
+    with as_user_error("the tokenizer's chat template: "):  # it is a program: it can raise anything
         texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     prompts = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     # on the left: an answer continues its prompt
@@ -66,7 +66,7 @@ def answers(model: Any, tokenizer: Any, questions: list[str]) -> list[str]:
     output = model.generate(
         input_ids=tokens.clamp(min=0),
         attention_mask=(tokens >= 0).long(),
-        max_new_tokens=MOST_TOKENS,
+        max_new_tokens=MAX_TOKENS,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id or 0,
     )
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     questions = read_questions(options.questions)
     folder = options.run / "model"
-    with explained(f"{folder}: ", (OSError, ValueError)):
+    with as_user_error(f"{folder}: ", (OSError, ValueError)):
         model = load_exported(folder).to(PartialState().device).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     rows: list[dict[str, Any]] = [question.model_dump() for question in questions]

@@ -19,7 +19,7 @@ from torch import Tensor, default_generator, nn, random
 from torchvision import datasets, models, ops
 from torchvision.transforms import v2
 
-from src.config.errors import UserError, explained, listed
+from src.config.errors import UserError, as_user_error, listed
 from src.config.settings import ResumeSafe, Values
 from src.config.terminal import BIN
 from src.tasks import load_metric
@@ -40,7 +40,7 @@ def read_picture(file: str) -> Image.Image:
     """Return a picture as a viewer shows it: rotated as EXIF says, 16 bits reduced to 8, transparency on white; of
     several frames, the first. Raise a UserError that names the file if it cannot be read, or the range of its numbers
     is unknown."""
-    with explained(f"{file}: cannot be read: ", BROKEN):
+    with as_user_error(f"{file}: cannot be read: ", BROKEN):
         with Image.open(file, formats=FORMATS) as opened:
             kind, image = opened.format, ImageOps.exif_transpose(opened)
         if image.mode.startswith("I;16") or (image.mode == "I" and kind in ("PNG", "PPM")):
@@ -112,7 +112,7 @@ class ImageClassification(Task):
     def build_datasets(self) -> tuple[Pictures, Pictures]:
         square = v2.Compose([v2.Resize(self.size), v2.CenterCrop(self.size)])
         hint = f"task.data_dir (`{BIN}python -m examples.make_digits` makes data/digits_png): "
-        with explained(hint, (OSError, ValueError)):
+        with as_user_error(hint, (OSError, ValueError)):
             train, val = (
                 Pictures(Path(self.data_dir, part), square, loader=read_picture, is_valid_file=self._is_picture)
                 for part in ("train", "val")
@@ -137,7 +137,7 @@ class ImageClassification(Task):
         digest = sha256()
         for file, _ in dataset.samples:
             content = Path(file).read_bytes()
-            with explained(f"{file}: cannot be read: ", BROKEN):  # now, rather than after hours
+            with as_user_error(f"{file}: cannot be read: ", BROKEN):  # now, rather than after hours
                 Image.open(io.BytesIO(content), formats=FORMATS).verify()
             digest.update(f"{Path(file).relative_to(dataset.root)} {sha256(content).hexdigest()}\n".encode())
         return digest.hexdigest()
@@ -148,7 +148,7 @@ class ImageClassification(Task):
 
     def build_model(self) -> Any:
         weights = "" if self.state.is_trained else self.weights
-        with explained(f"task.model={self.model}, task.weights={weights}, task.norm={self.norm}: "):
+        with as_user_error(f"task.model={self.model}, task.weights={weights}, task.norm={self.norm}: "):
             if weights and self.norm == "group":
                 raise ValueError("weights that were trained with BatchNorm need frozen or batch")
             state = load_state_dict_from_file(weights, safe=False) if Path(weights).is_file() else None

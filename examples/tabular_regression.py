@@ -11,7 +11,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from src.config.errors import explained, refuse
+from src.config.errors import as_user_error, raise_if_any
 from src.config.terminal import BIN
 from src.tasks.base import Counts, Task
 
@@ -72,13 +72,15 @@ class TabularRegression(Task):
             mean, std = numbers.mean(), numbers.std(ddof=0)
         std = std.where(numbers.max() > numbers.min(), 0).replace(0, 1)  # equal numbers have 1e-15 by rounding
         odd = numbers.columns[~np.isfinite(mean + std)]
-        refuse(f"{self.csv}: {name} has numbers that are too large to have a standard deviation" for name in odd)
+        raise_if_any(f"{self.csv}: {name} has numbers that are too large to have a standard deviation" for name in odd)
         values = {name: sorted({*train[name].dropna()}) for name in self.categories}
         return {"mean": mean.to_dict(), "std": std.to_dict(), "values": values}
 
     def _read(self, path: str) -> pd.DataFrame:
         """Return the columns in use, numbers and text. Raise a UserError with a line for each mistake."""
-        with explained(f"{path}: not a csv (`{BIN}python -m examples.make_table` makes one): ", (OSError, ValueError)):
+        with as_user_error(
+            f"{path}: not a csv (`{BIN}python -m examples.make_table` makes one): ", (OSError, ValueError)
+        ):
             # only an empty cell is missing: NA is Namibia
             table = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
             header = [*pd.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]]  # without the names pandas makes up
@@ -98,7 +100,7 @@ class TabularRegression(Task):
                 found = f"{name} in row {i + 1} is {table[name].iloc[i]}, not a finite number"
                 mistakes.append(f"{found}; list columns of categories in task.categories")
             table[name] = values
-        refuse(f"{path}: {mistake}" for mistake in mistakes)
+        raise_if_any(f"{path}: {mistake}" for mistake in mistakes)
         return table[[*wanted]]
 
     def _tensors(self, table: pd.DataFrame) -> TensorDataset:

@@ -20,7 +20,7 @@ from src.tasks.text.reading import PART_NAMES, as_json
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import fold, require_known
 
-MOST_MISTAKES = 24
+MAX_MISTAKES = 24
 """Rows of the table of mistakes."""
 
 
@@ -161,7 +161,7 @@ class TokenClassification(TextClassification):
     def tables(self, outputs: dict[str, Tensor], dataset: Any) -> dict[str, Any]:
         found, expected = self._names(self._predicted(outputs, dataset)), self._names(dataset["tags"][:])
         rows, sentences = [], dataset["words"][:]
-        for i, first, last, kind in sorted(found ^ expected)[:MOST_MISTAKES]:
+        for i, first, last, kind in sorted(found ^ expected)[:MAX_MISTAKES]:
             name, mistake = sentences[i][first : last + 1], "spurious" if (i, first, last, kind) in found else "missed"
             rows.append({"name": " ".join(name), "kind": kind, "mistake": mistake, "sentence": " ".join(sentences[i])})
         return {"mistakes": rows} if rows else {}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from huggingface_hub import try_to_load_from_cache
 
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, as_user_error
 from src.distributed.process import exit_codes
 from src.tasks.text.files import can_reach_hub
 
@@ -110,7 +110,7 @@ def convert(file: Path, folder: Path) -> None:
 
     logging.disable_progress_bar()
     bars = contextlib.redirect_stderr(io.StringIO())  # another progress bar, and warnings
-    with explained(f"{file.name}: transformers cannot read it: "), bars:
+    with as_user_error(f"{file.name}: transformers cannot read it: "), bars:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
         read = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False

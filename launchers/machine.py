@@ -13,7 +13,7 @@ from accelerate.commands.launch import default_config_file, launch_command_parse
 from accelerate.utils.other import is_port_in_use
 
 sys.path.insert(0, ".")  # the project's root, where the command is run
-from src.config.errors import RunError, cause, explained, refuse
+from src.config.errors import RunError, as_user_error, cause, raise_if_any
 from src.config.settings import read_yaml
 from src.distributed.process import exit_codes
 
@@ -44,11 +44,11 @@ def main(words: list[str]) -> None:
     timeout = int(words.pop(0)[10:]) if "".join(words[:1]).removeprefix("--timeout=").isdigit() else 600
     given = vars(launch_command_parser().parse_args(words))
     file = given["config_file"] or (default_config_file if os.path.isfile(default_config_file) else os.devnull)
-    with explained(f"{file}: ", (OSError, yaml.YAMLError)), open(file) as text:
+    with as_user_error(f"{file}: ", (OSError, yaml.YAMLError)), open(file) as text:
         config: Any = read_yaml(text.read()) or {}
     mesh = (config.get("parallelism_config") or {}) | {key: given[key] for key in MESH if given[key] != 1}
     machines, processes, rank, ip, port = (config.get(key) if given[key] is None else given[key] for key in KEYS)
-    refuse(mistakes(machines or 1, processes, rank, ip, port, *[mesh.get(k, 1) for k in MESH if mesh]))
+    raise_if_any(mistakes(machines or 1, processes, rank, ip, port, *[mesh.get(k, 1) for k in MESH if mesh]))
     end = time.monotonic() + timeout
     while machines and machines > 1:  # in Kubernetes even the main machine's own name resolves only after its start
         try:

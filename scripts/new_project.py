@@ -221,7 +221,7 @@ def write_weights(project: Path) -> None:
         (r'    "chat": .*?\n    \),\n', ""),
         (r"def convert.*?(?=if __name__)", ""),
         (r"import (?:contextlib|io)\n", ""),
-        (r", explained(?=\n)", ""),
+        (r", as_user_error(?=\n)", ""),
         (r"(?<=Path\(temporary, )\"package\"\), Path\(temporary, \"model\"\)", '"package")'),
         (r"package, model = ", "package = "),
         (r'        if source.suffix == ".gguf":.*?model.rename', "        source.rename"),

@@ -22,7 +22,7 @@ FILES = {
     " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
     "plan": "src/tools/plan tests/test_plan.py tests/planning.py docs/plan.md benchmarks/sizes.py"
     " benchmarks/published.py benchmarks/h100_96gb.yaml",
-    "report": "src/tracking/report.* src/tracking/figures.* tests/test_report.py docs/report.png",
+    "report": "src/tracking/report.* src/tracking/plots.* tests/test_report.py docs/report.png",
     "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"

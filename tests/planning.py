@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from src.config.config import load_config
-from src.distributed.accelerator import leave
+from src.distributed.accelerator import shut_down
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
 from src.tools.plan.gpus import find_gpu
@@ -65,7 +65,7 @@ def print_megabytes_sent(arguments: list[str]) -> None:
         train_step(run, micro_batches, counts)
     if run.is_main:
         print(f"{work.counts['sent within'] / 1e6} MB sent")
-    leave(run.accelerator)
+    shut_down(run.accelerator)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from examples.image_classification import ImageClassification, read_picture
 from examples.tabular_regression import TabularRegression
 from src.config.errors import UserError
 from src.config.terminal import BIN
-from src.training.evaluation import evaluate_alone
+from src.training.evaluation import evaluate_on_one_process
 from tests.launching import Launch, Rounding, Whole, needs, slow
 from tests.tasks import Short
 from train import run_settings
@@ -407,7 +407,7 @@ def test_tables_are_scaled_and_scored_as_by_hand_in_float64(tmp_path: Path) -> N
         def model(inputs: Any) -> Any:
             return inputs[:, :1] / 3 + inputs[:, 1:2]
 
-        _, outputs = evaluate_alone(task, cast("Any", model), held_out, 7, torch.device("cpu"))
+        _, outputs = evaluate_on_one_process(task, cast("Any", model), held_out, 7, torch.device("cpu"))
         references, guesses = columns["4"][rows[1]], model(held_out.tensors[0])[:, 0].double().numpy() * std + mean
         saved, rounding = task.predictions(outputs, held_out), bound * std
         assert saved["references"] == references.tolist()

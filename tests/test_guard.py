@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from src.config.requirements import lacking
+from src.config.requirements import missing_requirements
 from src.distributed.accelerator import choose_precision
 from src.distributed.launcher import unusable_gpu
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, needs, run_command, slow
@@ -314,7 +314,7 @@ def test_a_gpu_without_bf16_trains_in_fp32_and_says_so(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
-    assert choose_precision(None, "bf16", is_stand_in=False) == ("no", "Tesla T4 has no bf16: training in fp32")
+    assert choose_precision(None, "bf16", is_cpu_fallback=False) == ("no", "Tesla T4 has no bf16: training in fp32")
 
 
 @pytest.mark.slow
@@ -399,7 +399,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
 
 def test_an_environment_that_is_half_there_is_one_line_before_anything_is_imported() -> None:
     """An interpreter without any library. Tried without the look: a traceback."""
-    assert lacking() == []
+    assert missing_requirements() == []
     ended = subprocess.run([sys.executable, "-S", "train.py"], cwd=PROJECT, capture_output=True, text=True)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
@@ -419,7 +419,7 @@ def test_an_environment_that_is_half_there_is_one_line_before_anything_is_import
 )
 def test_what_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch, versions: Any, says: str | None) -> None:
     install(monkeypatch, **versions)
-    found = lacking()
+    found = missing_requirements()
     assert len(found) == bool(says)
     assert not says or found[0].startswith(says)
 
@@ -448,8 +448,8 @@ def test_what_is_missing_is_in_the_environment_of_the_project_if_there_is_one(tm
 @pytest.mark.parametrize("version", ["5.16.1", "6.0.0"])
 def test_so_is_a_transformers_that_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, transformers=version)
-    assert lacking() == []  # what has nothing to do with texts goes on
-    (line,) = lacking("text")
+    assert missing_requirements() == []  # what has nothing to do with texts goes on
+    (line,) = missing_requirements("text")
     assert line.startswith(f"transformers {version} is installed, and transformers<6,>=5.17 is needed: ")
     assert line.endswith(f"pip install -e '{PROJECT}[text]'")
 
@@ -459,5 +459,5 @@ def test_an_older_python_can_read_the_line_about_itself(monkeypatch: pytest.Monk
     for file in ("train.py", "src/__init__.py", "src/config/requirements.py"):
         ast.parse((PROJECT / file).read_text(), feature_version=(3, 8))
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
-    (line,) = lacking()
+    (line,) = missing_requirements()
     assert line.startswith("Python 3.11 or newer is needed, and this is ")

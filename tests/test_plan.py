@@ -17,7 +17,7 @@ from filelock import FileLock
 import null_gpu
 from null_gpu import null_environment
 from src.config.config import load_config
-from src.config.errors import UserError, refuse
+from src.config.errors import UserError, raise_if_any
 from src.tasks import TASKS
 from src.tools.plan import search
 from src.tools.plan.__main__ import main
@@ -315,7 +315,7 @@ def test_what_cannot_be_measured_is_one_line_beside_the_others(monkeypatch: pyte
     for fails, says in (
         (lambda: 1 / 0, "cannot be measured: ZeroDivisionError: division by zero"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "cannot be measured: its process was killed"),
-        (lambda: refuse(["a mistake", "and another"]), "a mistake and another"),
+        (lambda: raise_if_any(["a mistake", "and another"]), "a mistake and another"),
     ):
         monkeypatch.setattr(search, "measure", lambda of, _, fails=fails: fails() if of.gpus == 1 else MEASURED)
         failed, other = explore(setup("fsdp_offload", 1, ())), explore(setup("ddp", 2, ()))

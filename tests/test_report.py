@@ -19,7 +19,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from src.config.errors import UserError
-from src.tracking.figures import draw_curves
+from src.tracking.plots import draw_curves
 from src.tracking.report import report_line, write_report
 from tests.launching import PROJECT, Launch, Whole, slow
 from tests.test_tables import SHORT
@@ -210,7 +210,7 @@ def test_why_there_is_no_report_is_one_line(tmp_path: Path, monkeypatch: pytest.
     """Tried without `except`: it fails the run."""
     folder = run_folder(tmp_path / "run", [training(1)])
     assert report_line(folder) == f"  report     {folder}/report.html"
-    monkeypatch.setitem(sys.modules, "src.tracking.figures", None)
+    monkeypatch.setitem(sys.modules, "src.tracking.plots", None)
     assert "none: " in report_line(folder)
     assert report_line(tmp_path).count("\n") == 0
 

@@ -44,7 +44,7 @@ from src.checkpoint.load import config_of, find_model  # room: tools
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
 from src.config.config import config_from
-from src.config.errors import RunError, UserError, cause, explained
+from src.config.errors import RunError, UserError, as_run_error, cause
 from src.config.groups import Optim
 from src.config.settings import read_arguments, read_yaml, write_yaml
 from src.config.terminal import masked, say
@@ -436,7 +436,7 @@ def small_run(checkpoint: Path, tmp_path: Path) -> dict[Path, bytes]:
 def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ResumePoint]:
     """What a run in the folder goes on from, as often as it is asked."""
     folder, accelerator = tmp_path / "runs" / "run", Accelerator(cpu=True)
-    monkeypatch.setattr(resume, "claim", lambda _: None)  # the lock is held until this process ends
+    monkeypatch.setattr(resume, "lock_run", lambda _: None)  # the lock is held until this process ends
     config = run_settings([f"--output_dir={folder}", "--task.source=digits", *ALL])
     return lambda: resume.find_checkpoint(accelerator, config, open_store(accelerator, config))
 
@@ -472,7 +472,7 @@ def listing(name: str) -> Callable[[dict[str, Any]], object]:
 
 def oversized(file: Path) -> None:
     with file.open("wb") as stream:
-        stream.truncate(files.MOST_BYTES + 1)
+        stream.truncate(files.MAX_BYTES + 1)
 
 
 def shard(metadata: dict[str, str]) -> Callable[[Path], None]:
@@ -668,7 +668,7 @@ def test_a_secret_of_an_old_run_is_in_no_report_and_no_card(whole: Whole, tmp_pa
 def test_a_secret_in_the_error_of_a_library_is_masked(capsys: pytest.CaptureFixture[str]) -> None:
     """As of a download that was redirected to a signed URL."""
     signed = "403, message='Forbidden', url='https://cdn.host/x?Policy=a&Signature=SECRET&Key-Pair-Id=b'"
-    with pytest.raises(SystemExit), exit_codes(), explained("train.jsonl: ", OSError, RunError):
+    with pytest.raises(SystemExit), exit_codes(), as_run_error("train.jsonl: ", OSError):
         raise OSError(signed)
     assert capsys.readouterr().err == f"train.py: train.jsonl: {signed.replace('SECRET', '***')}\n"
     with pytest.raises(SystemExit), exit_codes():

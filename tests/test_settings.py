@@ -246,7 +246,7 @@ def test_each_experiment_is_valid_and_opens_with_what_it_is_and_its_command() ->
 
 @needs_text
 def test_a_task_without_its_libraries_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried without `explained`: a traceback; and with a dot before the class in the map: it is said to be missing."""
+    """Tried without `as_user_error`: a traceback; and with a dot before the class in the map: it is missing."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in {"causal_lm", "text_classification", "token_classification"} & TASKS.keys():
         monkeypatch.delitem(sys.modules, TASKS[name].partition(":")[0], raising=False)

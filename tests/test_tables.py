@@ -19,7 +19,7 @@ from src.tasks.base import PICTURE, Task
 from src.tasks.mnist import Digits, Mnist, MnistCnn, bundled_digits
 from src.tasks.tables import label_tables
 from src.tasks.task_checks import MUST_RETURN, require_right, require_sum
-from src.training.evaluation import evaluate_alone
+from src.training.evaluation import evaluate_on_one_process
 from tests.faults.runs import evaluations
 from tests.launching import Whole
 
@@ -48,8 +48,8 @@ def test_mistakes_come_most_confident_first_and_labels_are_counted() -> None:
 
 
 def test_tables_stay_small_whatever_the_number_of_labels_and_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of 100 labels are confused: they are shown. Tried without MOST_LABELS, and without MOST_MISTAKES."""
-    monkeypatch.setattr(tables, "MOST_LABELS", 2)
+    """Two of 100 labels are confused: they are shown. Tried without MAX_LABELS, and without MAX_MISTAKES."""
+    monkeypatch.setattr(tables, "MAX_LABELS", 2)
     names, references, predicted = [str(i) for i in range(100)], [*range(100)], [*range(100)]
     predicted[3], predicted[70] = 70, 3
     confused = torch.eye(100)[predicted].tolist()
@@ -151,7 +151,9 @@ def test_some_outputs_are_kept_for_the_first_examples_alone(batch_size: int) -> 
     test_task.py. Tried with each batch's first five."""
     task, digits = Kept(), bundled_digits()[1].__getitems__([*range(12)])
     dataset, model = Digits(digits["images"], digits["labels"]), MnistCnn().eval()
-    found, whole = (evaluate_alone(t, model, dataset, batch_size, torch.device("cpu"))[1] for t in (task, Mnist()))
+    found, whole = (
+        evaluate_on_one_process(t, model, dataset, batch_size, torch.device("cpu"))[1] for t in (task, Mnist())
+    )
     assert found["probabilities"].shape == (5, 10)
     assert torch.allclose(found["probabilities"], whole["probabilities"][:5])
     assert torch.equal(found["references"], digits["labels"])
@@ -161,7 +163,7 @@ def test_some_outputs_are_kept_for_the_first_examples_alone(batch_size: int) -> 
 def test_an_output_to_keep_that_evaluate_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kept, "kept_outputs", {"masks": 5})
     with pytest.raises(UserError, match="Kept.kept_outputs: evaluate returns no 'masks'"):
-        evaluate_alone(Kept(), MnistCnn().eval(), bundled_digits()[1], 64, torch.device("cpu"))
+        evaluate_on_one_process(Kept(), MnistCnn().eval(), bundled_digits()[1], 64, torch.device("cpu"))
 
 
 IMAGES, LABELS = torch.randn(16, 5, 8, 8, requires_grad=True), torch.randint(0, 5, (16, 8, 8))

@@ -31,7 +31,7 @@ class Words(Task):
     def build_datasets(self) -> tuple[list[str], list[str]]:
         words = [*"abcdef"[: self.size]]
         self.state.data["labels"] = words
-        self.state.notes.append(f"{self.size} words")
+        self.state.optimizations.append(f"{self.size} words")
         return words, words
 
     def build_model(self) -> nn.Module:
@@ -72,15 +72,15 @@ def test_nothing_can_write_into_settings_after_validation(name: str) -> None:
 def test_runs_of_the_same_settings_share_nothing_that_they_find_out() -> None:
     """Tried with a shallow copy of the state, and with pydantic's own model_copy: the other run has the labels too."""
     settings = Words()
-    one, other = settings.begin(TaskState()), settings.begin(TaskState(dtype=torch.bfloat16))
+    one, other = settings.bind(TaskState()), settings.bind(TaskState(dtype=torch.bfloat16))
     one.build_datasets()
     assert one.state.data == {"labels": ["a", "b", "c"]}
-    assert one.state.notes == ["3 words"]
+    assert one.state.optimizations == ["3 words"]
     assert (other.state, settings.state) == (TaskState(dtype=torch.bfloat16), TaskState())
     changed = one.model_copy(update={"size": 2})
     changed.build_datasets()
     changed.state.cp = ContextParallel(1, 2)
-    assert one.state == TaskState(data={"labels": ["a", "b", "c"]}, notes=["3 words"])
+    assert one.state == TaskState(data={"labels": ["a", "b", "c"]}, optimizations=["3 words"])
 
 
 def test_a_copy_with_other_settings_keeps_nothing_that_followed_from_the_old_ones() -> None:
@@ -90,10 +90,10 @@ def test_a_copy_with_other_settings_keeps_nothing_that_followed_from_the_old_one
 
 
 def test_a_run_whose_task_is_compared_begins_again_with_what_the_data_hold() -> None:
-    one = Words().begin(TaskState())
+    one = Words().bind(TaskState())
     one.build_datasets()
-    again = one.begin(replace(one.state, notes=[]))
-    assert (again.build_model().in_features, again.state.notes) == (3, [])
+    again = one.bind(replace(one.state, optimizations=[]))
+    assert (again.build_model().in_features, again.state.optimizations) == (3, [])
 
 
 SEGMENTATION = """

@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from src.config.terminal import BIN
 from src.distributed import process
 from src.tasks.mnist import Mnist
-from src.tracking.summary import MOST_CHARACTERS, shown
+from src.tracking.summary import MAX_CHARACTERS, shown
 from tests.faults.runs import ALL, TINY, contents
 from tests.launching import PROJECT, WRITES_TO, Launch, Started, Whole, needs, run_command, slow
 
@@ -317,4 +317,4 @@ def test_an_example_is_shown_by_its_names_shapes_types_and_values(monkeypatch: p
 def test_a_long_text_is_cut_with_what_was_left_out() -> None:
     """Tried without closing the mark: all that follows is green."""
     text = "x" * 10 + "⟦" + "y" * 9000 + "⟧z"
-    assert shown(text) == text[:MOST_CHARACTERS] + f"⟧\n… and {9013 - MOST_CHARACTERS:,} more characters"
+    assert shown(text) == text[:MAX_CHARACTERS] + f"⟧\n… and {9013 - MAX_CHARACTERS:,} more characters"

@@ -31,7 +31,7 @@ import src
 from src.config.errors import UserError
 from src.distributed.process import STOP_SIGNALS
 from src.start import run_settings
-from src.tracking import figures  # room: report
+from src.tracking import plots  # room: report
 
 PROJECT = Path(__file__).parent.parent
 LIBRARIES = (
@@ -75,7 +75,7 @@ def warm() -> None:
     with contextlib.suppress(UserError):  # the first task may need settings
         run_settings([])  # pydantic looks up the source of all of them
     # Curves take as long to draw as a short run: a report draws them.  # room: report
-    figures.draw_curves = lambda *_, **__: ""  # room: report
+    plots.draw_curves = lambda *_, **__: ""  # room: report
     gc.collect()
     gc.freeze()  # or each rank copies what the collector touches
     comm = Path("/proc/self/comm").read_text()

@@ -75,7 +75,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(launch: Launch, settings: tuple[s
 def test_the_export_scores_each_example_once_as_the_run_did(settings: tuple[str, ...], split: Run) -> None:
     """All examples in one batch, by hand."""
     set_seed(0)
-    task = run_settings([*settings, f"--output_dir={split.folder}-again"]).task.begin(TaskState())
+    task = run_settings([*settings, f"--output_dir={split.folder}-again"]).task.bind(TaskState())
     _, examples = task.build_datasets()
     model = task.load_export(split.folder / "model").eval()
     batch = task.collate(samples(examples, [*range(len(examples))]))

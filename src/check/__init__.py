@@ -14,14 +14,14 @@ from src.check.between_steps import check_checkpoint, check_evaluation
 from src.check.findings import Row, cause, gather, lines, worst_process
 from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_cost, check_steps
-from src.check.subject import Evaluate, Subject
+from src.check.subject import CheckContext, Evaluate
 from src.checkpoint.files import write_json
 from src.config.terminal import say
 from src.tracking.report import report_line
 from src.training.batches import TrainStep
 from src.training.run import Run
 
-CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
+CHECKS: dict[str, Callable[[CheckContext], Iterator[Row]]] = {
     "Launch": check_launch,
     "Data": check_data,
     "Same start": check_start,
@@ -40,7 +40,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     tell = say if run.is_main else lambda *_: None
     tell(*filter(None, (f"{config.run_name}: checking {run.launch.strategy} x {run.world_size}", run.launch.note)))
     rows = []
-    for row in examine(Subject(run, train_step, evaluate)):
+    for row in examine(CheckContext(run, train_step, evaluate)):
         rows.append(row)
         for line in lines(row):
             tell(*wrap(line, 80, subsequent_indent=" " * 18))
@@ -53,7 +53,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     return not failed
 
 
-def examine(subject: Subject) -> Iterator[Row]:
+def examine(subject: CheckContext) -> Iterator[Row]:
     """Yield the findings of the checks in turn. Stop after the first check that fails, as later ones would only show
     its consequences. Collective."""
     for name, check in CHECKS.items():
@@ -61,7 +61,7 @@ def examine(subject: Subject) -> Iterator[Row]:
         rows = [*map(worst_process, zip(*everywhere, strict=True))]
         failed = [row for row in rows if row["means"]]
         for row in failed[:1]:
-            facts = f"x {subject.run.world_size} {subject.run.config.optim} {subject.run.facts['remarks']}"
+            facts = f"x {subject.run.world_size} {subject.run.config.optim} {subject.run.metadata['remarks']}"
             row["means"] = cause([row, *rows], facts)
         yield from rows
         if failed:

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 
 from src.check.findings import EXACT, Row, finding, none_differ, relative_error, worst
 from src.check.start import AT_ONCE, evaluating_less, spread
-from src.check.subject import Subject, checksum
+from src.check.subject import CheckContext, checksum
 from src.checkpoint.resume import find_checkpoint, load_checkpoint
 from src.checkpoint.rng import random_state
 from src.checkpoint.store import Store
@@ -21,7 +21,7 @@ from src.checkpoint.tensors import run_tensors
 from src.checkpoint.write import CheckpointWriter
 from src.config.groups import Checkpoint
 from src.tasks.base import samples
-from src.training.evaluation import evaluate_alone, metrics_of
+from src.training.evaluation import evaluate_on_one_process, metrics_of
 from src.training.progress import mean_loss
 from src.training.run import Run
 
@@ -31,7 +31,7 @@ NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """Torch's message after the name of an operator."""
 
 
-def check_evaluation(subject: Subject) -> Iterator[Row]:
+def check_evaluation(subject: CheckContext) -> Iterator[Row]:
     """Evaluate with noise on the weights. Each process evaluates everything by hand, as the model may be collective."""
     run, task, less = subject.run, subject.run.task, evaluating_less(subject)
     subject.perturb()
@@ -43,7 +43,7 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     changed = [name for name in before if after[name] != before[name]]
     yield none_differ("state afterwards", changed, f"{', '.join(before)}: as before")
     model = subject.reference.eval()
-    loss, outputs = evaluate_alone(subject.task, model, less.eval_set, AT_ONCE, run.device)
+    loss, outputs = evaluate_on_one_process(subject.task, model, less.eval_set, AT_ONCE, run.device)
     for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
@@ -54,13 +54,13 @@ def check_evaluation(subject: Subject) -> Iterator[Row]:
     packed = max(samples(run.train_set, indices), key=lambda example: len(task.documents(example)))
     if len(documents := task.documents(packed)) > 1:
         together, alone, kind = [packed], documents, "packed documents"
-    found, _ = evaluate_alone(subject.task, model, together, AT_ONCE, run.device)
-    expected, _ = evaluate_alone(subject.task, model, alone, 1, run.device)
+    found, _ = evaluate_on_one_process(subject.task, model, together, AT_ONCE, run.device)
+    expected, _ = evaluate_on_one_process(subject.task, model, alone, 1, run.device)
     errors = {f"{len(alone)} {kind}": relative_error(found, expected)}
     yield worst("loss of examples alone", errors, EXACT)
 
 
-def _state(subject: Subject) -> dict[str, Any]:
+def _state(subject: CheckContext) -> dict[str, Any]:
     """Return what an evaluation must leave unchanged, by name: each module's mode, the random state and, instead of
     copies, checksums of this process's weights and optimizer state."""
     return {
@@ -72,7 +72,7 @@ def _state(subject: Subject) -> dict[str, Any]:
     }
 
 
-def check_checkpoint(subject: Subject) -> Iterator[Row]:
+def check_checkpoint(subject: CheckContext) -> Iterator[Row]:
     """Save, take two steps, restore, and take them again. Delete the checkpoint, which is in the output folder."""
     run = subject.run
     folder = run.config.folder / "tmp_check"
@@ -111,7 +111,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Row]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _continue(subject: Subject, run: Run) -> str:
+def _continue(subject: CheckContext, run: Run) -> str:
     """Take the next steps. Return their losses and a checksum of this process's weights and optimizer state."""
     steps = subject.micro_batches(run.progress.step)
     losses = [str(mean_loss(run.accelerator, subject.step(run, next(steps)))) for _ in range(STEPS)]

@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
-    task = config.task.begin(TaskState(device.type, is_check=True))
+    task = config.task.bind(TaskState(device.type, is_check=True))
     config = config.model_copy(update={"task": task})
     if rank > 0:
         dist.barrier()

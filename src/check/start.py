@@ -18,13 +18,13 @@ from torch.utils.data import BatchSampler, Subset
 
 from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_indices
-from src.check.subject import Subject, checksum, named_tensors, whole
-from src.config.environment import LaunchEnvironment
+from src.check.subject import CheckContext, checksum, named_tensors, whole
+from src.config.environment import LaunchEnv
 from src.distributed.accelerator import sharded_units
 from src.training.batches import MicroBatch, evaluation_batches, fetch_batch, training_steps
 from src.training.run import Run
 
-MOST_BATCHES = 50
+MAX_BATCHES = 50
 """Most batches to evaluate: every process evaluates all of their examples by hand."""
 AT_ONCE = 4
 """Examples that a process evaluates at once here, so that there are several batches."""
@@ -32,9 +32,9 @@ IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentia
 """Settings of a parameter group that don't change the result, and the learning rate, which has a check of its own."""
 
 
-def check_launch(subject: Subject) -> Iterator[Row]:
+def check_launch(subject: CheckContext) -> Iterator[Row]:
     """Look at the processes and the model themselves, not at what the launcher or Accelerate says about them."""
-    run, asked = subject.run, LaunchEnvironment()
+    run, asked = subject.run, LaunchEnv()
     wanted = "FSDP" if asked.fsdp else "DDP" if asked.world_size > 1 else "one process"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
     if units := sharded_units(run.model):
@@ -57,16 +57,16 @@ def reading_indices(run: Run) -> Run:
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
 
 
-def evaluating_less(subject: Subject) -> Run:
+def evaluating_less(subject: CheckContext) -> Run:
     """Return the run with a shorter evaluation set and small batches. The last batch is a single example, so all
     processes but one compute on a dummy."""
     size = AT_ONCE * subject.run.data_size
-    most = min(len(subject.run.eval_set), MOST_BATCHES * size)
+    most = min(len(subject.run.eval_set), MAX_BATCHES * size)
     dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
     return replace(subject.at(0, micro_batch_size=AT_ONCE), eval_set=dataset, examples_in_cache=0)
 
 
-def check_data(subject: Subject) -> Iterator[Row]:
+def check_data(subject: CheckContext) -> Iterator[Row]:
     """Follow the run's own data path, from the sampler to the batches, including workers."""
     run, per_epoch = subject.run, subject.run.steps_per_epoch
     set_seed(run.config.seed)
@@ -120,7 +120,7 @@ def spread(dataset: Any, most: int) -> list[int]:
     return [*range(0, len(dataset), -(-len(dataset) // most))]
 
 
-def check_start(subject: Subject) -> Iterator[Row]:
+def check_start(subject: CheckContext) -> Iterator[Row]:
     """Compare the run before its first step with the reference."""
     expected = named_tensors(subject.reference)
     differing = [

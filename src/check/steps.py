@@ -21,7 +21,7 @@ from src.check.findings import (
     worst,
 )
 from src.check.reference import accumulate_gradients, all_reduce, average_gradients
-from src.check.subject import Subject, checksum, named_tensors, whole
+from src.check.subject import CheckContext, checksum, named_tensors, whole
 from src.tasks.base import Tensors
 from src.training.batches import MicroBatch
 from src.training.optim import lr_at
@@ -42,7 +42,7 @@ TINY = 2.0**-100
 """A factor that makes learning rates too small to change any weight; as a power of two it scales exactly."""
 
 
-def check_steps(subject: Subject) -> Iterator[Row]:
+def check_steps(subject: CheckContext) -> Iterator[Row]:
     """Take an epoch's first step, its second one in micro-batches of another size, and its last, ragged one.
 
     Before each step, the reference gets the run's weights. It computes its own gradients, but updates with the run's:
@@ -90,7 +90,7 @@ def check_steps(subject: Subject) -> Iterator[Row]:
     yield _replicas(subject)
 
 
-def check_cost(subject: Subject) -> Iterator[Row]:
+def check_cost(subject: CheckContext) -> Iterator[Row]:
     """Take a step of one micro-batch and a step of two. In the second, DDP must not communicate more, and FSDP at most
     twice as often. Micro-batches are single examples, so that each process has two of them."""
     subject.run.model.eval()  # BatchNorm needs several examples
@@ -119,7 +119,7 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tuple[Tensors, float]:
+def _gradients_by_hand(subject: CheckContext, micro_batches: list[MicroBatch]) -> tuple[Tensors, float]:
     """Return a step's gradients by name, and its loss. Collective."""
     subject.seed()
     model, task = subject.reference, subject.task
@@ -134,7 +134,7 @@ def _gradients_by_hand(subject: Subject, micro_batches: list[MicroBatch]) -> tup
     return gradients, (loss_sum / num_targets.clamp(min=1)).item()
 
 
-def _update_errors(subject: Subject, gradients: Tensors, where: str) -> Errors:
+def _update_errors(subject: CheckContext, gradients: Tensors, where: str) -> Errors:
     """Update the reference with the run's gradients. Return by name the distance between the run's weights and the
     reference's, relative to how far the latter have moved."""
     reference, before, errors = dict(subject.reference.named_parameters()), {}, {}
@@ -151,7 +151,7 @@ def _update_errors(subject: Subject, gradients: Tensors, where: str) -> Errors:
     return errors
 
 
-def _rate_errors(subject: Subject) -> Errors:
+def _rate_errors(subject: CheckContext) -> Errors:
     """Take steps of one example at the ends of the run and of its first epochs, and halfway. Return the errors of their
     learning rates, relative to the peak."""
     run, per_epoch, errors = subject.run, subject.run.steps_per_epoch, {}
@@ -167,7 +167,7 @@ def _rate_errors(subject: Subject) -> Errors:
     return errors
 
 
-def _replicas(subject: Subject) -> Row:
+def _replicas(subject: CheckContext) -> Row:
     """Compare the unsharded tensors with those of process 0, except buffers that DDP broadcasts before each forward
     pass."""
     is_broadcast = getattr(subject.run.model, "broadcast_buffers", False)
@@ -178,7 +178,7 @@ def _replicas(subject: Subject) -> Row:
     return none_differ("replicas", differing, f"{len(sums)} tensors, the same on all processes")
 
 
-def _other_size(subject: Subject) -> int:
+def _other_size(subject: CheckContext) -> int:
     """Return the possible micro-batch size nearest to the run's own, or its own if there is no other."""
     config, data_size = subject.run.config, subject.run.data_size
     shard, own = config.global_batch_size // data_size, config.forward_batch_size(data_size)

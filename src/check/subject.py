@@ -24,7 +24,7 @@ Evaluate = Callable[[Run, StopSignal], Evaluation | None]
 
 
 @dataclass
-class Subject:
+class CheckContext:
     """The run before its first step, and the reference: on each process an unwrapped copy of its model with its own
     optimizers."""
 
@@ -37,7 +37,7 @@ class Subject:
         self.rng_checksum = checksum(torch.get_rng_state())
         """Checksum of the random state as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
-        self.task = run.task.begin(replace(run.task.state, cp=ALONE, notes=[], remarks=[]))
+        self.task = run.task.bind(replace(run.task.state, cp=ALONE, optimizations=[], remarks=[]))
         """The reference's task, with whole examples where the run splits them."""
         config = self.at(0, task=self.task).config
         self.reference = new_model(config)[0].to(run.device).train()

@@ -13,10 +13,10 @@ from src.checkpoint.files import STATE, read_json, reading
 from src.config.config import LENGTH_SETTINGS, Config, changed_settings
 from src.config.errors import UserError, listed
 from src.training.progress import Progress
-from src.training.state import FORMAT_VERSION, Origin, RunState
+from src.training.state import FORMAT_VERSION, RunInputs, RunState
 
 OR_ACCEPT_CHANGES = "or resume anyway with --checkpoint.accept_changes=true"
-NESTED: dict[str, Any] = {"progress": Progress, "origin": Origin}
+NESTED: dict[str, Any] = {"progress": Progress, "origin": RunInputs}
 """Parts of state.json that have fields of their own."""
 RUN_STATE = TypeAdapter(RunState)
 
@@ -40,7 +40,7 @@ def read_state(checkpoint: Path) -> RunState:
         return RUN_STATE.validate_python(content)
 
 
-def note_changes(config: Config, checkpoint: Path, then: Origin) -> list[str]:
+def note_changes(config: Config, checkpoint: Path, then: RunInputs) -> list[str]:
     """Return a line about changed settings, if there are any. Raise a UserError if they make this a different run,
     unless that is accepted."""
     changed = changed_settings(config, then.settings)
@@ -54,7 +54,7 @@ def note_changes(config: Config, checkpoint: Path, then: Origin) -> list[str]:
     return [f"changed since: {_changes(changed)}{shorter}"] if changed else []
 
 
-def require_same_origin(checkpoint: Path, then: Origin, now: Origin, accepts_changes: bool) -> list[str]:
+def require_same_origin(checkpoint: Path, then: RunInputs, now: RunInputs, accepts_changes: bool) -> list[str]:
     """Return a line about changed library versions and precision, if there are any.
 
     Raises:
@@ -78,7 +78,7 @@ def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
         )
 
 
-def require_same_data(checkpoint: Path, then: Origin, now: Origin) -> None:
+def require_same_data(checkpoint: Path, then: RunInputs, now: RunInputs) -> None:
     """Raise a UserError if the checkpoint was trained on different data."""
     both = [{"examples to train on": of.examples, **of.data_state} for of in (then, now)]
     # in the form that a checkpoint returns: tuples as lists, and NaN as text, which equals itself

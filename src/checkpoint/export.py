@@ -14,7 +14,7 @@ from src.checkpoint.files import discard, incomplete_path, make_readable, new_fo
 from src.checkpoint.store import best_first, first_valid, score_at
 from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
-from src.config.errors import RunError, explained, refuse
+from src.config.errors import as_run_error, raise_if_any
 from src.config.settings import write_yaml
 from src.config.terminal import masked, say
 from src.tasks.base import Cards, Metrics, Task, Tensors
@@ -68,8 +68,8 @@ def replacing(folder: Path) -> Iterator[Path]:
     place = folder.resolve()  # a link may lead to another disk
     incomplete = incomplete_path(place)
     try:
-        with explained(f"{folder} cannot be written, ", (OSError, SafetensorError), RunError):
-            refuse(planted(folder))
+        with as_run_error(f"{folder} cannot be written, ", (OSError, SafetensorError)):
+            raise_if_any(planted(folder))
             new_folder(incomplete)
             yield incomplete
             for file in incomplete.rglob("*.safetensors"):
@@ -114,7 +114,7 @@ def push_to_hub(config: Config) -> None:
     command = shlex.join(["hf", "upload", repository, str(folder), "--private", *options])
     constants.HF_HUB_OFFLINE = False  # set if the Hub was unreachable at the start
     says = f"push_to_hub={repository}: the run is complete, upload its model with `{command}`: "
-    with explained(says, raises=RunError):
+    with as_run_error(says):
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(

@@ -15,7 +15,7 @@ from pydantic import JsonValue, TypeAdapter
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.errors import RunError, explained, naming, refuse
+from src.config.errors import as_run_error, naming, raise_if_any
 from src.config.settings import read_yaml
 from src.config.terminal import say
 
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 INCOMPLETE = "tmp_"
 """Prefix of names of files and folders that are being written or deleted. A crash leaves them behind."""
-MOST_BYTES = 2**28
+MAX_BYTES = 2**28
 """Most bytes of a file, or of a line of metrics.jsonl, that are parsed. state.json grows to some MB in a long run."""
 Json = dict[str, Any]
 """A JSON object."""
@@ -39,13 +39,13 @@ def is_number(value: Any) -> TypeGuard[float]:  # room: report examples
 
 def reading(file: Path) -> contextlib.AbstractContextManager[None]:
     """Turn whatever is found wrong with a file's contents into a RunError that names it."""
-    return explained(f"{file} is damaged: ", raises=RunError)
+    return as_run_error(f"{file} is damaged: ")
 
 
 def read_regular(file: Path) -> bytes:
     """Return the contents of a file. Raise a ValueError if it is a link, a pipe or device, on which a reader would
-    wait, or larger than MOST_BYTES."""
-    if file.stat().st_size > MOST_BYTES or file.is_symlink() or not file.is_file():
+    wait, or larger than MAX_BYTES."""
+    if file.stat().st_size > MAX_BYTES or file.is_symlink() or not file.is_file():
         raise ValueError
     return file.read_bytes()
 
@@ -70,7 +70,7 @@ def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
     if not file.is_file():
         return
     with file.open("rb") as stream:
-        for line in iter(lambda: stream.readline(MOST_BYTES), b""):
+        for line in iter(lambda: stream.readline(MAX_BYTES), b""):
             record = json_object(line)
             if is_number(record.get("step")):
                 yield record
@@ -193,7 +193,7 @@ def discard(path: Path) -> None:
 def new_folder(folder: Path) -> None:
     """Make an empty folder, in place of what a crash or another user left there. Raise a UserError or an OSError if
     that cannot be."""
-    refuse(planted(folder.parent))
+    raise_if_any(planted(folder.parent))
     discard(folder)
     folder.mkdir(parents=True)
 

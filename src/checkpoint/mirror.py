@@ -34,7 +34,7 @@ from src.checkpoint.files import (
 from src.checkpoint.integrity import manifest, quarantine
 from src.checkpoint.store import chosen
 from src.config.config import Config
-from src.config.errors import RunError, cause, explained
+from src.config.errors import RunError, as_run_error, as_user_error, cause
 from src.config.terminal import say
 from src.distributed.accelerator import local_main_process_first
 
@@ -52,7 +52,7 @@ class Mirror:
         """Counts the files, or parts of files, that the mirror has accepted."""
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{config.folder_name}"
         probe = f"{INCOMPLETE}{os.urandom(8).hex()}"
-        with explained(f"checkpoint.mirror={config.checkpoint.mirror}: "):
+        with as_user_error(f"checkpoint.mirror={config.checkpoint.mirror}: "):
             self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
             self._fs.auto_mkdir = True  # for file systems with folders
             if accelerator.is_local_main_process:
@@ -79,7 +79,7 @@ class Mirror:
         # as the main process sees the mirror: others may not see all of it yet
         (is_there,) = broadcast_object_list([accelerator.is_main_process and checkpoint in self.checkpoints()])
         is_first = accelerator.is_main_process if self.is_disk_shared else accelerator.is_local_main_process
-        with explained(f"{self.url}: ", raises=RunError), local_main_process_first(accelerator):  # without a timeout
+        with as_run_error(f"{self.url}: "), local_main_process_first(accelerator):  # without a timeout
             if is_there and is_first:
                 remove_incomplete(checkpoint.parent)
                 incomplete = incomplete_path(checkpoint)

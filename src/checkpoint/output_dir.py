@@ -13,7 +13,7 @@ from typing import Any
 
 from src.checkpoint.files import list_checkpoints, planted, read_json, saved_settings
 from src.config.config import LENGTH_SETTINGS, Config, changed_settings
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, as_user_error
 from src.config.terminal import say
 from src.distributed.process import SIGNALS
 
@@ -100,7 +100,7 @@ def _write_errors(folder: Path) -> Iterator[str]:
             yield f"output_dir={folder}: cannot write to {path}, {error.strerror}; choose another --output_dir"
 
 
-def claim(folder: Path) -> None:
+def lock_run(folder: Path) -> None:
     """Lock an output folder and its checkpoints, if those are on another disk: two runs must not share them either."""
     lock(folder)
     checkpoints = folder / "checkpoints"
@@ -116,7 +116,7 @@ def lock(folder: Path) -> None:
     file = folder / LOCK
     for second in range(PATIENCE_SECONDS):
         hint = f"delete {LOCK} there if a run of another user has left it"
-        with explained(f"output_dir={folder}: cannot be locked, {hint}: ", OSError):
+        with as_user_error(f"output_dir={folder}: cannot be locked, {hint}: ", OSError):
             folder.mkdir(parents=True, exist_ok=True)
             is_for_group = folder.stat().st_mode & stat.S_IWGRP  # a folder that its group writes into
             # not the folder itself, which whoever may read it could lock

@@ -15,33 +15,33 @@ from torch import nn
 from src.checkpoint.compatibility import note_changes, read_state, require_same_origin, require_whole_metrics
 from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings, step_of
 from src.checkpoint.integrity import Damaged, quarantine
-from src.checkpoint.output_dir import claim, folder_errors
+from src.checkpoint.output_dir import folder_errors, lock_run
 from src.checkpoint.rng import random_file, restore_random_state
 from src.checkpoint.status import answer_at_start
 from src.checkpoint.store import Store, first_valid
 from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
 from src.config.environment import command_with
-from src.config.errors import RunError, UserError, refuse
+from src.config.errors import RunError, UserError, raise_if_any
 from src.config.settings import Change, flatten, marked
-from src.distributed.accelerator import Launch, num_machines
+from src.distributed.accelerator import RunSetup, num_machines
 from src.distributed.process import COLLECTIVE_FAILED, TIMED_OUT, leave_it_to_others
 from src.tasks.base import Examples
 from src.training.progress import Progress
 from src.training.run import Run
-from src.training.state import Origin, ResumePoint
+from src.training.state import ResumePoint, RunInputs
 
 
 def origin_of(
     config: Config,
-    launch: Launch,
+    launch: RunSetup,
     accelerator: Accelerator,
     model: nn.Module,
     train_set: Examples,
     fingerprints: list[str],
-) -> Origin:
+) -> RunInputs:
     """Return what the run is made from. Collective."""
-    return Origin(
+    return RunInputs(
         settings=config.model_dump(mode="json"),
         examples=len(train_set),
         schedule_steps=config.schedule_steps(len(train_set)),
@@ -65,12 +65,12 @@ def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> R
     point = ResumePoint()
     if config.mode != "check":
         if accelerator.is_main_process and config.saves:
-            claim(config.folder)
+            lock_run(config.folder)
             # check again: whoever held the lock may have written there
-            refuse(folder_errors(config, store.candidates()))
+            raise_if_any(folder_errors(config, store.candidates()))
             remove_incomplete(config.folder / "checkpoints")
         checkpoint, damaged = _choose(accelerator, config, store)
-        point = _judge(config, checkpoint, damaged)
+        point = _check_compatible(config, checkpoint, damaged)
         if accelerator.is_main_process:
             _adopt(config, store, point, damaged)
     if not point.is_finished:
@@ -88,7 +88,7 @@ def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Pat
     return first_valid(accelerator, candidates, store)
 
 
-def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumePoint:
+def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumePoint:
     """Return what the run resumes from. Collective.
 
     Raises:
@@ -99,7 +99,7 @@ def _judge(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumeP
         if damaged:
             advice = f"choose another --resume, or move {config.folder} away to start over"
             lines = [f"{path}: {why}" for path, why in damaged.items()]
-            refuse([*lines, f"no valid checkpoint to resume from: {advice}"])
+            raise_if_any([*lines, f"no valid checkpoint to resume from: {advice}"])
         is_begun = (config.folder / "metrics.jsonl").exists()
         notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
         return ResumePoint(notes=notes, command=command)

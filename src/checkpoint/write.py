@@ -34,7 +34,7 @@ from src.checkpoint.files import (
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.status import write_unfinished
 from src.checkpoint.tensors import rank_state_dict, run_tensors
-from src.config.errors import cause, explained
+from src.config.errors import as_user_error, cause
 from src.training.out_of_memory import explaining_memory
 from src.training.run import Run
 from src.training.state import RunState
@@ -148,7 +148,7 @@ class StorageWriter(HuggingFaceStorageWriter):
         shard = f"shard-{self._run.rank + 1:05d}-model-00001-of-00001.safetensors"  # DCP's name for it
         tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
-        with explained(f"{self.folder / shard} cannot be written, "):
+        with as_user_error(f"{self.folder / shard} cannot be written, "):
             save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)

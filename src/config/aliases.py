@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from src.config.environment import LaunchEnvironment
+from src.config.environment import LaunchEnv
 from src.config.settings import Values, Written, read_yaml
 
 
@@ -25,5 +25,5 @@ def translate(values: Values, written: Written) -> tuple[list[str], Written]:
                         for word in f"{task} {becomes}".split():
                             ours.setdefault(*match.expand(word).split("=", 1))
     if (factor := ours.pop("accumulation", "")) and (micro := ours.setdefault("micro_batch_size", "8")).isdigit():
-        ours.setdefault("global_batch_size", f"{int(micro) * int(factor) * LaunchEnvironment().world_size}")
+        ours.setdefault("global_batch_size", f"{int(micro) * int(factor) * LaunchEnv().world_size}")
     return hints, ours

@@ -16,8 +16,8 @@ from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, create_model
 
 from src.config.aliases import translate
-from src.config.environment import LaunchEnvironment, command_with, leftovers, processes
-from src.config.errors import UserError, explained, refuse
+from src.config.environment import LaunchEnv, command_with, leftovers, processes
+from src.config.errors import UserError, as_user_error, raise_if_any
 from src.config.groups import Checkpoint, EarlyStopping, Optim, PartSettings
 from src.config.settings import (
     DOWNLOADABLE,
@@ -173,7 +173,7 @@ class Config(PartSettings, RunSettings):
             yield from metric_errors(self, [f"eval/{name}" for name in ("loss", "examples", *self.task.metric_names)])
 
     def _batch_errors(self) -> Iterator[str]:
-        size, micro, launch = self.global_batch_size, self.micro_batch_size, LaunchEnvironment()
+        size, micro, launch = self.global_batch_size, self.micro_batch_size, LaunchEnv()
         unit = (micro or 1) * max(1, launch.world_size // launch.cp_size)
         if size % unit:
             split_over = processes(launch.world_size, launch.cp_size)
@@ -250,7 +250,7 @@ def load_config(
             said = "\n".join(hints)
             arguments = [word for word in arguments if word.startswith("--task.name=") or f"\n{word}: " not in said]
             here = "in this project's terms, without what these lines leave out, and with its defaults for the rest:"
-            refuse(dict.fromkeys([*misread, *hints, here, f"  {command_with(arguments, launch)}"]))
+            raise_if_any(dict.fromkeys([*misread, *hints, here, f"  {command_with(arguments, launch)}"]))
     remote = {
         name: parts
         for name in marked(config_class, DOWNLOADABLE) & values.keys()
@@ -258,16 +258,16 @@ def load_config(
     }
     if not wrong & PLACE and "resume" not in remote:
         mistakes.extend(place_errors(config))
-    refuse(dict.fromkeys(mistakes))
+    raise_if_any(dict.fromkeys(mistakes))
     if not remote or not may_download:
         return config
     for name, (scheme, _, source) in remote.items():
-        with explained(f"{name}={scheme}:{source}: cannot be downloaded, "):
+        with as_user_error(f"{name}={scheme}:{source}: cannot be downloaded, "):
             argv = [*argv, f"--{name}={resolve_name(downloads[scheme])(source)}"]
     return load_config(argv, tasks, place_errors)
 
 
-@explained("not the settings of a run: ", (KeyError, TypeError, ValidationError))
+@as_user_error("not the settings of a run: ", (KeyError, TypeError, ValidationError))
 def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
     """Return the settings saved in a checkpoint or config.yaml. `tasks` is as for `load_config`.
 
@@ -277,7 +277,9 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config:
     return _config_class(saved["task"]["name"], tasks).model_validate(saved)
 
 
-@explained(f"task.name needs a package (for text, `{BIN}python -m pip install -e '.[text]'`): ", ModuleNotFoundError)
+@as_user_error(
+    f"task.name needs a package (for text, `{BIN}python -m pip install -e '.[text]'`): ", ModuleNotFoundError
+)
 def _config_class(task: str, tasks: Mapping[str, str], given: Mapping[str, Any] = {}) -> type[Config]:
     # import this task's file, and the libraries it needs, but no other task's
     task_class = resolve_name(tasks[task])

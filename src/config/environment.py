@@ -16,7 +16,7 @@ LAUNCH_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 """Variables by which launchers tell a process (and Accelerate) about the other processes."""
 
 
-class LaunchEnvironment:
+class LaunchEnv:
     """What the launcher asks of this process, by environment variables; a single process without a launcher."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ def command_with(arguments: list[str], launch: Collection[str] = ()) -> str:
     of `accelerate launch`."""
     words = launcher_words()
     if launch and not words:
-        several = f"--config_file accelerate_configs/ddp.yaml --num_processes={LaunchEnvironment().world_size}"
+        several = f"--config_file accelerate_configs/ddp.yaml --num_processes={LaunchEnv().world_size}"
         words = several.split() + sys.argv
     start = f"{BIN}accelerate launch " * bool(words)
     if not words:

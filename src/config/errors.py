@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -22,7 +23,7 @@ class RunError(Exception):
     """An environment failure (disk, network, data). It is printed in one line without a traceback; exit code 1."""
 
 
-def refuse(mistakes: Iterable[str]) -> None:
+def raise_if_any(mistakes: Iterable[str]) -> None:
     """Raise a UserError with these lines, if there are any."""
     if lines := [*mistakes]:
         raise UserError(*lines)
@@ -39,14 +40,18 @@ def listed(names: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def explained(
-    says: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception, raises: type[Exception] = UserError
+def reraised_as(
+    raises: type[Exception], says: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
 ) -> Iterator[None]:
     """Turn a library's errors of these kinds into one line that begins with `says`."""
     try:
         yield
     except kinds as error:
         raise raises(f"{says}{cause(error)}") from error
+
+
+as_user_error = partial(reraised_as, UserError)
+as_run_error = partial(reraised_as, RunError)
 
 
 @contextlib.contextmanager

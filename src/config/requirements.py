@@ -25,7 +25,7 @@ def remedy(extra: str = "") -> str:
     return f"run `make setup` or, in an environment of your own, {pip}"
 
 
-def lacking(extra: str = "") -> list[str]:
+def missing_requirements(extra: str = "") -> list[str]:
     """Return one line about everything that is missing or else one for each library of the wrong version, by the bounds
     in requirements.txt or those of an extra in pyproject.toml, such as `text`."""
     if sys.version_info < (3, 11):  # noqa: UP036  # older ones get here
@@ -48,7 +48,7 @@ def lacking(extra: str = "") -> list[str]:
 
 def require_installed() -> None:
     """Exit with code 2 if something is missing; the first process on each machine says what."""
-    if lines := lacking():
+    if lines := missing_requirements():
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join(lines), file=sys.stderr)
         sys.exit(2)

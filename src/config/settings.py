@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError, ValidationInfo, create_model, f
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from src.config.errors import UserError, cause, explained
+from src.config.errors import UserError, cause, reraised_as
 from src.config.terminal import CONTROL, masked
 
 
@@ -272,7 +272,7 @@ def read_yaml(text: str | bytes) -> Any:
         YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, contains itself, or has
             more than LARGEST_YAML characters.
     """
-    with explained("", Exception, YAMLError):
+    with reraised_as(YAMLError, ""):
         yaml: Any = YAML(typ="safe", pure=True)
         if len(text) > LARGEST_YAML or _size(node := yaml.compose(text), {}) > LARGEST_YAML:
             raise ValueError(f"has more than {LARGEST_YAML:,} characters, with each alias written out")

@@ -28,10 +28,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import SGD
 
 from src.config.config import Config
-from src.config.environment import LaunchEnvironment, processes
-from src.config.errors import UserError, explained, refuse
+from src.config.environment import LaunchEnv, processes
+from src.config.errors import UserError, as_user_error, raise_if_any
 from src.distributed.cpu import tune_for_cpu
-from src.distributed.launcher import Launcher, find_launcher, launch_errors, refuse_another_strategy
+from src.distributed.launcher import ParentLauncher, find_launcher, launch_errors, refuse_another_strategy
 from src.distributed.process import SIGNALS
 from src.tasks.base import ContextParallel
 
@@ -43,7 +43,7 @@ for harmless in (
     "CUDA initialization",  # launcher.py explains it in one line
 ):
     warnings.filterwarnings("ignore", harmless)
-HALF_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 BLOCKS = "_no_split_modules (a list of class names), or fsdp_transformer_layer_cls_to_wrap in the yaml"
 """Where a user names the modules that FSDP gathers one by one."""
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
@@ -55,7 +55,7 @@ TUNERS: dict[str, Callable[[nn.Module, bool], list[str]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class RunSetup:
     """The requested setup and the actual one: printed, saved in summary.json and logged to W&B."""
 
     config_file: str | None
@@ -76,21 +76,21 @@ class Launch:
     """Why the actual setup differs from the yaml; None if it does not."""
 
 
-def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
+def build_accelerator(config: Config) -> tuple[Accelerator, RunSetup]:
     """Join the processes that the launcher started.
 
     Raises:
         UserError: the run would differ from what was asked for; one line per reason.
     """
     SIGNALS.answer_by(SIGNALS.die_later)  # C++ code, which runs no Python handlers, may wait for a lost process
-    launcher, asked = find_launcher(), LaunchEnvironment()
+    launcher, asked = find_launcher(), LaunchEnv()
     are_apples = asked.world_size > 1 and torch.backends.mps.is_available()  # MPS has no collectives
     on_cpu = asked.cpu or are_apples or not torch.accelerator.is_available()
-    is_stand_in = on_cpu and not asked.cpu
-    precision, note = choose_precision(launcher, asked.precision, is_stand_in)
+    is_cpu_fallback = on_cpu and not asked.cpu
+    precision, note = choose_precision(launcher, asked.precision, is_cpu_fallback)
     if config.mode == "check" and precision != "no":
         precision, note = "no", f"--check compares in fp32; the run itself uses {precision}"
-    refuse(launch_errors(launcher, config, asked, on_cpu, precision))
+    raise_if_any(launch_errors(launcher, config, asked, on_cpu, precision))
 
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)
     if precision != "fp8":
@@ -102,7 +102,7 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
         gradient_as_bucket_view=True,  # else DDP copies each gradient out of its bucket
     )
     no_scaler = GradScalerKwargs(enabled=False)  # Progress.update_loss_scale replaces it
-    with explained("accelerate: ", ValueError):  # such as a value of the yaml that it doesn't know
+    with as_user_error("accelerate: ", ValueError):  # such as a value of the yaml that it doesn't know
         accelerator = Accelerator(
             cpu=on_cpu,
             mixed_precision=precision,
@@ -119,11 +119,11 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     config_file = launcher.config_file if launcher else None
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
     precision = "fp32" if precision == "no" else precision
-    if is_stand_in:
+    if is_cpu_fallback:
         stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
         started = f"{processes(asked.world_size)}{f' on {backend}' if backend else ''}"
         note = f"no GPU here: {stand_in}, {started}{', sharding for real' if asked.fsdp else ''}, {precision}"
-    return accelerator, Launch(
+    return accelerator, RunSetup(
         config_file=config_file,
         requested_precision=asked.precision,
         strategy=_strategy(accelerator),
@@ -136,9 +136,9 @@ def build_accelerator(config: Config) -> tuple[Accelerator, Launch]:
     )
 
 
-def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -> tuple[str, str | None]:
+def choose_precision(launcher: ParentLauncher | None, asked: str, is_cpu_fallback: bool) -> tuple[str, str | None]:
     """Return the mixed precision to use (no, bf16, fp16, fp8) and, if the hardware lacks the `asked` one, a note."""
-    if is_stand_in and launcher and not launcher.arguments.mixed_precision:
+    if is_cpu_fallback and launcher and not launcher.arguments.mixed_precision:
         return "no", None  # a yaml's precision is meant for GPUs; --mixed_precision on the command line for this run
     if not torch.cuda.is_available():
         return asked, None
@@ -150,7 +150,7 @@ def choose_precision(launcher: Launcher | None, asked: str, is_stand_in: bool) -
     return asked, None
 
 
-def _set_up_cpu(launcher: Launcher | None, on_cpu: bool, local_world_size: int) -> None:
+def _set_up_cpu(launcher: ParentLauncher | None, on_cpu: bool, local_world_size: int) -> None:
     """Set this process's floating-point mode and number of threads, before any thread starts: threads inherit the
     mode."""
     if on_cpu:  # AdamW's averages for dead units become subnormal, and those are ten times slower
@@ -166,8 +166,8 @@ def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShard
     plugin = FullyShardedDataParallelPlugin()
     if on_cpu and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    if precision in HALF_PRECISION:  # Accelerate's default reduces gradients in half precision too
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(HALF_PRECISION[precision], reduce_dtype=torch.float32)
+    if precision in COMPUTE_DTYPES:  # Accelerate's default reduces gradients in half precision too
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
     return plugin
 
 
@@ -234,7 +234,7 @@ def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     if accelerator.parallelism_config:
         # else its hooks drop attention masks and refuse sliding windows: see tests/test_canaries.py
         accelerator.parallelism_config.cp_size = 1
-    with explained("FSDP: ", ValueError):
+    with as_user_error("FSDP: ", ValueError):
         model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it requires an optimizer
     if len(sharded_units(model)) < 2:
         raise UserError(f"FSDP would gather the whole model at once: name its repeating blocks in {BLOCKS}")
@@ -289,7 +289,7 @@ def num_machines() -> int:
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
-def leave(accelerator: Accelerator) -> None:
+def shut_down(accelerator: Accelerator) -> None:
     """Leave the process group once all processes are done: gloo may abort if one of them leaves earlier."""
     SIGNALS.release()
     accelerator.wait_for_everyone()

@@ -31,7 +31,7 @@ def tune_for_cpu(model: nn.Module, is_sharded: bool = False) -> list[str]:
     # Keeping freed memory saves 6,000 page faults per step of the MNIST CNN, a quarter to a third of its time
     # (docs/figures.md). Under FSDP, gathered weights would pile up.
     if mallopt(GIVE_BACK if is_sharded else KEEP):
-        done.append(f"freed memory is {'given back' if is_sharded else 'kept'}")
+        done.append(f"glibc {'returns' if is_sharded else 'keeps'} freed memory")
     # Replace the layers' class, as fully_shard does, not the layers, so that hooks stay. Leave subclasses alone, as
     # their forward may differ.
     for layer in model.modules():

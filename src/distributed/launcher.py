@@ -19,8 +19,8 @@ from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.environment import LaunchEnvironment, launcher_words
-from src.config.errors import UserError, explained
+from src.config.environment import LaunchEnv, launcher_words
+from src.config.errors import UserError, as_user_error
 from src.config.settings import nearest, read_yaml
 
 SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -33,7 +33,7 @@ value. Null: it is supported."""
 
 
 @dataclass(frozen=True)
-class Launcher:
+class ParentLauncher:
     """The `accelerate launch` process above this one."""
 
     arguments: Any
@@ -43,7 +43,7 @@ class Launcher:
     environment: dict[str, str]
 
 
-def find_launcher() -> Launcher | None:
+def find_launcher() -> ParentLauncher | None:
     """Return Accelerate's launcher; None if another launcher, or none, started this process."""
     words = launcher_words()
     if not words:
@@ -52,12 +52,12 @@ def find_launcher() -> Launcher | None:
     environment, folder = parent.environ(), Path(parent.cwd())
     arguments = launch_command_parser().parse_args(words)
     file = arguments.config_file or (default_config_file if Path(default_config_file).is_file() else None)
-    with explained(f"{file}: ", YAMLError):
+    with as_user_error(f"{file}: ", YAMLError):
         config = read_yaml((folder / file).read_bytes()) if file else {}
-    return Launcher(arguments, file, config, environment)
+    return ParentLauncher(arguments, file, config, environment)
 
 
-def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnvironment) -> None:
+def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnv) -> None:
     """Raise a UserError if Accelerate has set up the processes differently than the launcher asked."""
     if accelerator.num_processes != asked.world_size:
         raise UserError(
@@ -87,7 +87,7 @@ def unusable_gpu() -> str | None:
 
 
 def launch_errors(
-    launcher: Launcher | None, config: Config, asked: LaunchEnvironment, on_cpu: bool, precision: str
+    launcher: ParentLauncher | None, config: Config, asked: LaunchEnv, on_cpu: bool, precision: str
 ) -> Iterator[str]:
     """Yield one line per reason why the run would differ from what was asked for: variables that override the settings
     or, if there are none, what this machine's devices cannot run and what is wrong with the launcher and its yaml.

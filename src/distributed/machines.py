@@ -15,7 +15,7 @@ import psutil
 import torch.distributed as dist
 
 from src.config.config import Config
-from src.config.errors import explained, refuse
+from src.config.errors import as_user_error, raise_if_any
 from src.config.settings import flatten
 from src.distributed.accelerator import machine_differences, num_machines
 from src.distributed.process import SIGNALS
@@ -44,12 +44,12 @@ def join(config: Config) -> None:
     store = dist.TCPStore(main, int(os.environ["MASTER_PORT"]), None, is_master=False, timeout=timeout)
     if os.environ["LOCAL_RANK"] == "0":
         store.set(f"machines/{rank}", json.dumps([socket.gethostname(), facts, address_towards(main)]))
-    with explained(f"not all {size} machines joined, each with its own machine_rank: ", dist.DistError):
+    with as_user_error(f"not all {size} machines joined, each with its own machine_rank: ", dist.DistError):
         reports = [json.loads(store.get(f"machines/{other}")) for other in range(size)]
     lines = [*machine_differences(reports)]
     if lines and rank == 0:
         time.sleep(2)  # the store ends with machine 0's launcher, while others still read it
-    refuse(lines)
+    raise_if_any(lines)
     address = address_towards(main if rank else reports[1][2])  # machine 0 may resolve its own name to its loopback
     for interface, known in psutil.net_if_addrs().items():
         if address in [found.address for found in known]:

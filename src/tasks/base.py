@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import default_collate
 
-from src.config.errors import explained
+from src.config.errors import as_user_error
 from src.tasks.settings import TaskSettings
 
 
@@ -92,7 +92,7 @@ class TaskState:
     date: str = field(default_factory=lambda: datetime.now().isoformat(" ", "seconds"), compare=False)
     """When the run began, in local time, the same on all processes: for data that name the day. A resumed run has what
     its checkpoint holds as `date` in `data`."""
-    notes: list[str] = field(default_factory=list)
+    optimizations: list[str] = field(default_factory=list)
     """What was chosen for this device and dtype, for the start-up summary."""
     remarks: list[str] = field(default_factory=list)
     """What the user should know about the model or the data, for the start-up summary: a line each."""
@@ -123,7 +123,7 @@ class Task(TaskSettings):
         """Return what the run has found out."""
         return self._state
 
-    def begin(self, state: TaskState) -> Self:
+    def bind(self, state: TaskState) -> Self:
         """Return this task for a run, with this state. A task whose settings depend on the device chooses them here.
         Raise a UserError if they ask for something that the device or dtype cannot do."""
         task = self.model_copy()
@@ -238,7 +238,7 @@ class Task(TaskSettings):
         """Return the model with parameters on the meta device, reading no weights, to plan a run. Raise a UserError if
         it cannot be built that way."""
         on_meta = parameters_on(torch.device("meta"))
-        with on_meta, explained("its model reads values that a plan does not have, ", RuntimeError):
+        with on_meta, as_user_error("its model reads values that a plan does not have, ", RuntimeError):
             return self.build_model()
 
     def build_empty_model(self) -> tuple[nn.Module, FillWeights] | None:
@@ -264,11 +264,11 @@ class Task(TaskSettings):
         """Return the model that `export` wrote, fp32, on the CPU, and restore the state that an evaluation needs."""
         says = f"{folder}: not as a run exports it: "
         if (folder / DATA_STATE).is_file():
-            with explained(says, (ValueError, RecursionError)):
+            with as_user_error(says, (ValueError, RecursionError)):
                 self.state.data = json.loads((folder / DATA_STATE).read_bytes())
         self.state.is_trained = True
         model = self.build_model()
-        with explained(says):
+        with as_user_error(says):
             load_torch_model(model, folder, strict=True)
         return model
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from src.config.errors import explained, listed
+from src.config.errors import as_user_error, listed
 from src.tasks import load_metric
 from src.tasks.base import Counts, Metrics, Tables, Task, Tensors
 from src.tasks.mnist_settings import MnistSettings
@@ -98,7 +98,7 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
 
     def read(is_train: bool) -> Digits:
         # a damaged file can raise nearly anything
-        with explained(f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "):
+        with as_user_error(f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "):
             with contextlib.redirect_stdout(None):  # it prints every mirror that it gives up on
                 part = dataset(data_dir, train=is_train, download=True)
             if part.data.shape != (len(part.targets), 28, 28):

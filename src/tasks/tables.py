@@ -11,8 +11,8 @@ from torch import Tensor
 
 from src.tasks.base import PICTURE, Tables, Tensors
 
-MOST_MISTAKES = 24
-MOST_LABELS = 50
+MAX_MISTAKES = 24
+MAX_LABELS = 50
 """Labels in a table; if there are more, those that are most often predicted wrongly."""
 
 
@@ -49,13 +49,13 @@ def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict
     predictions, references, probabilities = (outputs[n] for n in ("predictions", "references", "probabilities"))
     wrong = (predictions != references).nonzero()[:, 0]
     confidences = probabilities[wrong, predictions[wrong]]
-    order = confidences.argsort(descending=True, stable=True)[:MOST_MISTAKES]
+    order = confidences.argsort(descending=True, stable=True)[:MAX_MISTAKES]
     mistakes = [
         {**show(i), "label": labels[references[i]], "prediction": labels[predictions[i]], "confidence": c, "index": i}
         for i, c in zip(wrong[order].tolist(), confidences[order].tolist(), strict=True)
     ]
     times_wrong = predictions[wrong].bincount(minlength=len(labels))
-    shown = times_wrong.argsort(descending=True, stable=True)[:MOST_LABELS].sort().values.tolist()
+    shown = times_wrong.argsort(descending=True, stable=True)[:MAX_LABELS].sort().values.tolist()
     confusion, classes = [], []
     for label in shown:
         counts = predictions[references == label].bincount(minlength=len(labels)).tolist()

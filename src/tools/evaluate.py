@@ -19,12 +19,12 @@ from pydantic import create_model
 
 from src.checkpoint.load import config_of, find_model, load_trained_model
 from src.config.config import Config
-from src.config.errors import UserError, refuse
+from src.config.errors import UserError, raise_if_any
 from src.config.settings import Settings, flatten, read_arguments, validate
 from src.config.terminal import say
 from src.distributed.accelerator import TUNERS
 from src.distributed.process import exit_codes
-from src.training.evaluation import evaluate_alone, metrics_of
+from src.training.evaluation import evaluate_on_one_process, metrics_of
 
 MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
 """Settings of tasks, and groups of settings, that would change the model."""
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     model = accelerator.prepare_model(model, evaluation_mode=True).eval()
     _, dataset = task.build_datasets()
     say(*task.state.remarks, file=sys.stderr)
-    loss, outputs = evaluate_alone(task, model, dataset, config.forward_batch_size(1), accelerator.device)
+    loss, outputs = evaluate_on_one_process(task, model, dataset, config.forward_batch_size(1), accelerator.device)
     print(json.dumps(metrics_of(task, loss, len(dataset), outputs), indent=2))
     output.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.table(task.predictions(outputs, dataset)), output)
@@ -76,7 +76,7 @@ def _with_settings(config: Config, arguments: list[str]) -> Config:
     of_task = {name: value for name, value in values.items() if name.startswith("task.")}
     alone = create_model("TaskAlone", __base__=Settings, task=(type(config.task), ...))
     new: Any = validate(alone, saved | of_task, written, mistakes)[0]
-    refuse(mistakes)
+    raise_if_any(mistakes)
     return config.model_copy(update={"task": new.task})
 
 

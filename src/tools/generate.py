@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer  # pip install -e '.[text]'
 
 from src.checkpoint.load import find_model, is_checkpoint_folder
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, as_user_error
 from src.config.terminal import visible
 from src.distributed.process import exit_codes
 from src.tasks.text.model import load_exported, max_length, set_ends
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     if not options.prompt:
         print("chat" if is_chat else "no chat template: each line is completed by itself", "(Ctrl-D to exit)")
     chat: list[dict[str, str]] = []
-    with explained("", MISTAKES):
+    with as_user_error("", MISTAKES):
         set_seed(options.seed)
         while not (options.prompt and chat):
             text = options.prompt or input("> ")
@@ -69,7 +69,7 @@ def load_with_tokenizer(source: str) -> tuple[Any, Any]:
             checkpoint, folder = folder, Path(exported, "model")
             export_checkpoint(checkpoint, folder)
         model = load_exported(folder).to(PartialState().device).eval()
-        with explained(f"{source}: no tokenizer, "):
+        with as_user_error(f"{source}: no tokenizer, "):
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         set_ends(model, tokenizer)  # adapters made elsewhere may lack them
         return model, tokenizer

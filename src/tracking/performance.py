@@ -23,7 +23,7 @@ PARTIAL = {"MIG", "Laptop", "D"}
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the peak FLOPS of a device, such as `NVIDIA H100 PCIe`, for matrix products in a Launch's precision (for
+    """Return the peak FLOPS of a device, such as `NVIDIA H100 PCIe`, for matrix products in a RunSetup's precision (for
     fp8, those of bf16). None: the device is not in the table, or the precision is fp32."""
     words = {*re.split("[ -]", name)}
     if precision == "fp32" or words & PARTIAL:

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError
 
 from src.checkpoint.files import is_number, read_json, read_lines, saved_settings, write_text
-from src.config.errors import UserError, cause, explained
+from src.config.errors import UserError, as_user_error, cause
 from src.config.settings import flatten
 from src.config.terminal import masked, say
 from src.distributed.process import exit_codes
@@ -21,7 +21,7 @@ from src.tasks.base import PICTURE, Tables
 from src.tracking.part import Entry, Part
 from src.training.score import score
 
-MOST_PICTURES = 24
+MAX_PICTURES = 24
 
 
 class LoggedRun:
@@ -71,7 +71,7 @@ def write_report(folders: list[Path], target: Path) -> None:
         UserError: a folder is not a run's, or a file is not as a run writes it.
     """
     what = f"{', '.join(map(str, folders))}: files are not as a run writes them: "
-    with explained(what, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
+    with as_user_error(what, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
         runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.rank_key))
         environment = Environment(autoescape=True, trim_blocks=True)
         template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
@@ -81,7 +81,7 @@ def write_report(folders: list[Path], target: Path) -> None:
 
 def plots(runs: list[LoggedRun]) -> dict[str, str]:
     """Return a plot of each metric that changes, by its title: an SVG in base64."""
-    figures = import_module("src.tracking.figures")  # imports matplotlib, which nothing else needs
+    plots = import_module("src.tracking.plots")  # imports matplotlib, which nothing else needs
     pictures = defaultdict(list)
     for run in runs:
         for name, points in run.curves.items():
@@ -90,8 +90,8 @@ def plots(runs: list[LoggedRun]) -> dict[str, str]:
             picture, label = (title, part) if len(runs) == 1 else (name, run.name)
             if len({value for _, value in points}) > 1:
                 pictures[picture].append((label, points))
-    titles = sorted(pictures, key=lambda title: "loss" not in title)[:MOST_PICTURES]
-    return {title: figures.draw_curves(title, pictures[title]) for title in titles}
+    titles = sorted(pictures, key=lambda title: "loss" not in title)[:MAX_PICTURES]
+    return {title: plots.draw_curves(title, pictures[title]) for title in titles}
 
 
 class Report(Part):
@@ -119,6 +119,6 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, help="page to write; default: report.html in the first run's folder")
     arguments = parser.parse_args()
     target = arguments.output or arguments.runs[0] / "report.html"
-    with exit_codes("report"), explained("cannot write the report: ", (OSError, ImportError)):
+    with exit_codes("report"), as_user_error("cannot write the report: ", (OSError, ImportError)):
         write_report(arguments.runs, target)
     say(f"{target}")

@@ -8,7 +8,7 @@ from src.config.terminal import say
 from src.training.batches import epoch_order, epoch_seed
 from src.training.run import Run
 
-MOST_CHARACTERS = 4000
+MAX_CHARACTERS = 4000
 """Most characters of an example that a dry run shows."""
 
 
@@ -23,17 +23,17 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
         f"{launch.precision} ({launch.config_file or 'no accelerate yaml'})",
         "model": _model(run),
         "data": f"{size(run.train_set)} to train on, {size(run.eval_set)} to evaluate on",
-        **{part: _in_one_line(figures) for part, figures in run.facts["data"].items()},
+        **{part: _in_one_line(figures) for part, figures in run.metadata["data"].items()},
         "batch": f"{config.global_batch_size:,} = {config.forward_batch_size(run.data_size):,} per micro-batch x "
         f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size):,} accumulated",
-        "tuned": ", ".join(run.facts["tuned"]),
+        "optimized": ", ".join(run.metadata["optimizations"]),
         "optimizer": _optimizer(config.optim),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),
         **trackers,
         "resume": run.resume.summary,
     }
-    remarks = [*run.facts["remarks"], *run.resume.notes]
+    remarks = [*run.metadata["remarks"], *run.resume.notes]
     if run.steps_per_epoch == 1:
         remarks.append(f"one step per epoch: global_batch_size={config.global_batch_size:,} takes all training data")
     name = config.run_name if config.run_name == config.task.name else f"{config.run_name}: {config.task.name}"
@@ -61,11 +61,11 @@ def _optimizer(optim: Optim) -> str:
 
 
 def _model(run: Run) -> str:
-    parameters, trained = run.facts["parameters"], run.facts["trained_parameters"]
+    parameters, trained = run.metadata["parameters"], run.metadata["trained_parameters"]
     text = f"{parameters:,} parameters"
     if trained < parameters:
         text += f", {trained:,} of them trained"
-    if run.facts["built_whole"]:
+    if run.metadata["built_whole"]:
         text += "; each process built the whole model first"
     return text
 
@@ -96,8 +96,8 @@ def dry_run(run: Run, *_: Any) -> bool:
 
 def shown(text: str) -> str:
     """Return the beginning of a text, in which ⟦ ⟧ may mark a part."""
-    left_out = len(text) - MOST_CHARACTERS
+    left_out = len(text) - MAX_CHARACTERS
     if left_out > 0:
-        text = text[:MOST_CHARACTERS]
+        text = text[:MAX_CHARACTERS]
         text += f"{'⟧' * (text.count('⟦') - text.count('⟧'))}\n… and {left_out:,} more characters"
     return text

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from src.checkpoint.files import json_text, parent_checkpoint, planted, saved_settings, write_json, write_text
 from src.checkpoint.status import write_status, write_stopped, write_unfinished
-from src.config.errors import naming, refuse
+from src.config.errors import naming, raise_if_any
 from src.config.settings import write_yaml
 from src.config.terminal import bar, masked, say
 from src.distributed.accelerator import peak_memory
@@ -48,7 +48,7 @@ class Tracker:
         """Open metrics.jsonl, truncated to its length at the checkpoint that the run resumes from."""
         own = self._run.resume.own_state(self._run.config)
         saved = own.metrics_bytes if own else 0
-        refuse(planted(file := self.folder / "metrics.jsonl"))
+        raise_if_any(planted(file := self.folder / "metrics.jsonl"))
         self._metrics = file.open("ab+")
         size = self._metrics.seek(0, os.SEEK_END)
         self._length = self._metrics.seek(min(saved, size))
@@ -155,7 +155,7 @@ class Tracker:
             **speeds,
             "skipped_steps": progress.skipped,
             "save_pause_seconds": save_pause_seconds,
-            **run.facts,
+            **run.metadata,
             "peak_memory_bytes": peaks,
             **vars(run.launch),
             **self._origin,

@@ -10,7 +10,7 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
-from src.config.errors import refuse
+from src.config.errors import raise_if_any
 from src.distributed.accelerator import sum_dtype
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Metrics, Task, Tensors
@@ -68,11 +68,11 @@ def evaluate_batches(
                 outputs.setdefault(name, []).append(output[: min(wanted, batch.num_examples)])
         seen += batch.num_examples
     says = f"{type(task).__name__}.kept_outputs: evaluate returns no"
-    refuse(f"{says} {name!r}" for name in task.kept_outputs if name not in outputs)
+    raise_if_any(f"{says} {name!r}" for name in task.kept_outputs if name not in outputs)
     return Scores(totals, {name: torch.cat(of_batches) for name, of_batches in outputs.items()})
 
 
-def evaluate_alone(
+def evaluate_on_one_process(
     task: Task, model: nn.Module, dataset: Examples, batch_size: int, device: torch.device
 ) -> tuple[float, Tensors]:
     """Evaluate on this process alone, as --check and `python -m src.tools.evaluate` do. Return the mean loss over the

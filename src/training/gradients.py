@@ -17,7 +17,7 @@ PIECE = 2**15
 """Values whose norm torch takes at once on a CPU."""
 
 
-def reducing(run: Run, is_last: bool) -> AbstractContextManager[None]:
+def gradient_sync(run: Run, is_last: bool) -> AbstractContextManager[None]:
     """Return the context for a micro-batch's forward and backward pass: gradients are all-reduced at its end, or only
     accumulated on this process."""
     # DDP reduces once, after the last micro-batch. Under FSDP that means holding full fp32 gradients on each rank until

@@ -108,7 +108,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         self.evaluations = {**self.evaluations}  # a copy, which a later evaluation does not change
-        # not a field, so not saved: these have been read wherever a checkpoint is due (Run.is_read_due)
+        # not a field, so not saved: these have been read wherever a checkpoint is due (Run.needs_sync)
         self._unread: list[StepResult] = []
         self.start_clock()
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from src.config.config import Config
-from src.config.errors import UserError, refuse
+from src.config.errors import UserError, raise_if_any
 from src.distributed.accelerator import (
-    HALF_PRECISION,
+    COMPUTE_DTYPES,
     TUNERS,
-    Launch,
+    RunSetup,
     context_parallel,
     local_main_process_first,
     machine_differences,
@@ -28,7 +28,7 @@ from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, 
 from src.tasks.task_checks import require_right
 from src.training.optim import Schedule
 from src.training.progress import Progress
-from src.training.state import Origin, ResumePoint
+from src.training.state import ResumePoint, RunInputs
 from src.training.transforms import transform
 
 
@@ -38,7 +38,7 @@ class Run:
 
     config: Config
     accelerator: Accelerator
-    launch: Launch
+    launch: RunSetup
     store: Any
     """The store of its checkpoints: a Store of src/checkpoint/store.py."""
     resume: ResumePoint
@@ -49,9 +49,9 @@ class Run:
     progress: Progress
     train_set: Examples
     eval_set: Examples
-    origin: Origin
+    origin: RunInputs
     """The inputs of the run, which each checkpoint saves."""
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     """Facts about model and data, for summary.json and the startup summary."""
     examples_in_cache: int | None = None
     """Examples whose activations fit in a cache, so that as many can be evaluated at once. None: not measured yet."""
@@ -131,7 +131,7 @@ class Run:
             return True  # this evaluation may be the best so far
         return self.progress.step % self.config.save_every == 0
 
-    def is_read_due(self) -> bool:
+    def needs_sync(self) -> bool:
         """Return whether the host needs this step's results now, and has to wait for the device."""
         # In fp16 always, as the next loss scale depends on this norm. Before an evaluation or a save, so that too many
         # bad steps end the run first, and a checkpoint's counters are complete.
@@ -148,14 +148,14 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
-def begin_task(config: Config, launch: Launch, resume: ResumePoint) -> Config:
+def begin_task(config: Config, launch: RunSetup, resume: ResumePoint) -> Config:
     """Return the settings with the task of this run. Raise a UserError if it asks for what the device cannot do.
     Collective."""
-    dtype = HALF_PRECISION.get(launch.precision, torch.float32)
+    dtype = COMPUTE_DTYPES.get(launch.precision, torch.float32)
     state = TaskState(launch.device, dtype, is_check=config.mode == "check")
     kept = resume.state.origin.data_state if resume.state else {}
     (state.date,) = broadcast_object_list([kept.get("date", state.date)])
-    return config.model_copy(update={"task": config.task.begin(state)})
+    return config.model_copy(update={"task": config.task.bind(state)})
 
 
 def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples]:
@@ -169,7 +169,7 @@ def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exam
     train_set, eval_set = datasets
     if not len(train_set):
         raise UserError("the training set is empty")
-    refuse(config.optim.decay_errors(config.schedule_steps(len(train_set))))
+    raise_if_any(config.optim.decay_errors(config.schedule_steps(len(train_set))))
     each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
     if not any(each):  # the first example usually has one
         raise UserError("the evaluation set has nothing to predict: Task.count finds no targets in it")
@@ -188,7 +188,7 @@ def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accel
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(dataset) for dataset in datasets]
     facts = dict(zip(("training data", "evaluation data"), fingerprints, strict=False))
-    refuse(machine_differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
+    raise_if_any(machine_differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
     return fingerprints
 
 
@@ -202,16 +202,16 @@ def on_device(config: Config, dataset: Examples, device: torch.device) -> Exampl
     return to(device) if to else dataset
 
 
-def prepare_model(config: Config, accelerator: Accelerator, launch: Launch) -> tuple[nn.Module, dict[str, Any]]:
+def prepare_model(config: Config, accelerator: Accelerator, launch: RunSetup) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, ready to train (compiled, wrapped in DDP or sharded), and facts about it by name."""
-    model, facts, fill = new_model(config, accelerator.is_fsdp2)
+    model, metadata, fill = new_model(config, accelerator.is_fsdp2)
     transform(model, config, accelerator)
     model = prepare(accelerator, model)
-    facts["remarks"] += strategy_remarks(accelerator, model)
+    metadata["remarks"] += strategy_remarks(accelerator, model)
     if fill:
         # built without weights, then sharded: each process loads only its own shards
         fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
-    return model, facts
+    return model, metadata
 
 
 def require_rows(run: Run) -> None:
@@ -242,15 +242,17 @@ def new_model(config: Config, is_sharded: bool = False) -> tuple[nn.Module, dict
     else:
         set_seed(config.seed)  # build_empty_model may have consumed random numbers
         model = task.build_model()
-    tuned = task.state.notes + [setting for setting in ("compile", "cuda_graphs") if getattr(config, setting)]
+    optimizations = task.state.optimizations + [
+        setting for setting in ("compile", "cuda_graphs") if getattr(config, setting)
+    ]
     if task.state.device in TUNERS:
-        tuned += TUNERS[task.state.device](model, is_sharded)
+        optimizations += TUNERS[task.state.device](model, is_sharded)
     parameters = list(model.parameters())
-    facts = {
+    metadata = {
         "parameters": sum(map(num_weights, parameters)),
         "trained_parameters": sum(num_weights(p) for p in parameters if p.requires_grad),
-        "tuned": tuned,
+        "optimizations": optimizations,
         "remarks": [*task.state.remarks],
         "built_whole": is_sharded and not fill,
     }
-    return model, facts, fill
+    return model, metadata, fill

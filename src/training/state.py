@@ -12,7 +12,7 @@ FORMAT_VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class RunInputs:
     """The inputs of a run. Each checkpoint saves them, and a resuming run compares them with its own."""
 
     settings: dict[str, Any]
@@ -39,7 +39,7 @@ class RunState:
 
     format_version: int = FORMAT_VERSION
     progress: Progress
-    origin: Origin
+    origin: RunInputs
     metrics_bytes: Count = 0
     """Length of metrics.jsonl."""
     run_id: str | None = None

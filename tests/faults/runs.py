@@ -19,7 +19,7 @@ from src.checkpoint.tensors import StorageReader, saved_tensors
 from src.config.errors import UserError
 from src.parts import open_store
 from src.start import run_settings
-from src.training.state import Origin, ResumePoint
+from src.training.state import ResumePoint, RunInputs
 from tests.launching import Launch, Run, Started
 
 SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
@@ -32,7 +32,7 @@ ALL = (*TINY, "--checkpoint.keep_last=9")
 WORKER = ("--num_workers=1",)
 
 
-ORIGIN = Origin(
+ORIGIN = RunInputs(
     settings={}, examples=5, schedule_steps=1, fingerprints=["one", "other"], data_state={}, frozen_norm=0.0,
     strategy="single", precision="fp32", num_processes=1, versions={},
 )  # fmt: skip

@@ -25,7 +25,7 @@ from src.tasks import TASKS
 from src.tasks.mnist import Mnist, MnistCnn
 from src.tracking import tracker as tracking
 from src.training.progress import Progress
-from src.training.state import FORMAT_VERSION, Origin
+from src.training.state import FORMAT_VERSION, RunInputs
 from tests.faults.runs import ALL, ORIGIN, TINY, assert_same_run, checkpoints, contents, cut_back, refusal, relist
 from tests.launching import Launch, Whole
 from train import run_settings
@@ -197,7 +197,7 @@ def test_changed_settings_are_taken_where_that_is_asked_for(launch: Launch, whol
 def test_a_value_that_is_no_number_is_the_same_after_a_checkpoint(tmp_path: Path) -> None:
     """Such as the mean of an empty column, in what a task keeps of its data. Tried without: NaN differs from NaN."""
     now = dataclasses.replace(ORIGIN, data_state={"mean": {"a": math.nan, "b": 1.0}})
-    then = Origin(**json.loads(json.dumps(dataclasses.asdict(now))))
+    then = RunInputs(**json.loads(json.dumps(dataclasses.asdict(now))))
     require_same_data(tmp_path, then, now)
     changed = dataclasses.replace(now, data_state={"mean": {"a": math.nan, "b": 2.0}})
     with pytest.raises(UserError, match="mean"):

@@ -34,7 +34,7 @@ class Probe:
     peak: float
     """GB that torch's allocator had given out at most, and reserved, in the steps."""
     reserved: float
-    tuned: list[str]
+    optimizations: list[str]
     host_milliseconds: float
     """Median time of the last half of the steps: the host's, as the device takes none."""
 
@@ -124,7 +124,8 @@ def main(result: str, *arguments: str) -> None:
     rows = [line.split("\t") for line in Path(f"{result}.kernels").read_text().splitlines()]
     seen = {
         "steps": found, "places": places, "kernels": {name: int(count) for count, name in rows},
-        "evaluation": counts(), "peak": peak / 1e9, "reserved": reserved / 1e9, "tuned": run.facts["tuned"],
+        "evaluation": counts(), "peak": peak / 1e9, "reserved": reserved / 1e9,
+        "optimizations": run.metadata["optimizations"],
         "host_milliseconds": statistics.median(milliseconds[len(milliseconds) // 2 :]),
     }  # fmt: skip
     Path(result).write_text(json.dumps(seen))

@@ -91,7 +91,7 @@ def test_shared_sequences_have_the_losses_of_whole_ones_by_varlen_attention(
     how: dict[str, Any] = {"processes": groups * parts, "launcher_arguments": (*BF16, *mesh)}
     run = gpu("fsdp_cp", *arguments, f"--micro_batch_size={rows}", **how).succeeded()
     alone = gpu("fsdp", *arguments, processes=1, launcher_arguments=BF16).succeeded()
-    assert f"varlen attention, across {parts} processes" in run.summary["tuned"]
+    assert f"varlen attention, across {parts} processes" in run.summary["optimizations"]
     assert run.losses == pytest.approx(alone.losses, rel=2**-9)
     assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=2**-9)
 
@@ -104,7 +104,7 @@ def test_a_recorded_step_is_the_step(gpu: Launch, tmp_path: Path, optimizer: str
     for steps in (12, 25):
         more = ("--cuda_graphs=true", f"--max_steps={steps}")
         graphs = gpu(*arguments, *more, folder=tmp_path / "run").succeeded()
-    assert "cuda_graphs" in graphs.summary["tuned"]
+    assert "cuda_graphs" in graphs.summary["optimizations"]
     assert graphs.losses == pytest.approx(plain.losses, rel=1e-6)  # the rate is rounded to fp32
     assert len(set(graphs.losses)) == 25
 
@@ -127,7 +127,7 @@ def test_attention_is_tried_with_heads_of_the_models_own_size(gpu: Launch, text:
     sizes = {"model_type": model_type, "hidden_size": 120, "num_attention_heads": 10, "num_key_value_heads": 10}
     shape = [f"--task.architecture.{name}={value}" for name, value in sizes.items()]
     run = gpu("single_gpu", *text["llama"], *shape, "--max_steps=1", launcher_arguments=BF16).succeeded()
-    assert any(fact.startswith("sdpa attention (not varlen:") for fact in run.summary["tuned"])
+    assert any(fact.startswith("sdpa attention (not varlen:") for fact in run.summary["optimizations"])
 
 
 FULL = "out of memory in the load, on a GPU of 84.9 GB, 84.9 GB outside torch; "

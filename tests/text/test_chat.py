@@ -19,7 +19,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import ask, weights
-from examples.ask import MOST_TOKENS, Question
+from examples.ask import MAX_TOKENS, Question
 from examples.weights import WEIGHTS, find
 from src.checkpoint.export import push_to_hub
 from src.config import terminal
@@ -173,7 +173,7 @@ def greedy(model: Any, tokenizer: Any, question: str) -> str:
     """Transformers' own answer to this question alone."""
     chat = [{"role": "user", "content": question}]
     asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    tokens = model.eval().generate(**asked, do_sample=False, max_new_tokens=MOST_TOKENS)
+    tokens = model.eval().generate(**asked, do_sample=False, max_new_tokens=MAX_TOKENS)
     return tokenizer.decode(tokens[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -28,7 +28,7 @@ from src.tasks.text.packing import pack, unpacked
 from src.tasks.text.reading import as_text
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
-from src.training.state import Origin
+from src.training.state import RunInputs
 from tests.faults.runs import ORIGIN
 from tests.launching import Launch
 from tests.text import tiny
@@ -646,7 +646,7 @@ SWAPPED = {"falling": "rising", "rising": "falling"}
 def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edit: Any, says: str) -> None:
     """Renamed or swapped labels, edited or moved texts: each is named. Tried with comparing the number of examples."""
 
-    def origin(reviews: Path) -> Origin:
+    def origin(reviews: Path) -> RunInputs:
         task = tiny.task(TextClassification, model=f"{models}/bert", dataset=str(reviews))
         data = task.build_datasets()
         fingerprints = [task.fingerprint(part) for part in data]
@@ -684,7 +684,7 @@ def test_a_date_in_a_chat_template_is_that_of_the_runs_start(launch: Launch, tmp
     )
     written.state.date = "2026-02-03 04:05:06"
     parts = [task.build_datasets()[0] for task in (plain, written)]
-    assert (plain.state.data, plain.state.notes) == ({}, [])
+    assert (plain.state.data, plain.state.optimizations) == ({}, [])
     assert written.state.data == {"date": "2026-02-03 04:05:06"}
     assert "03 Feb 2026, 04:05:06.000000" in written.preview(parts[1], 0)
     assert written._tokenizer.chat_template == dated

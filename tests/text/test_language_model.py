@@ -435,9 +435,9 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
     torch.backends.cuda.enable_cudnn_sdp(True)
     seen: list[bool] = []
     monkeypatch.setattr(causal_lm, "failure", lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    task = tiny.task(**settings).begin(TaskState(device, dtype))
+    task = tiny.task(**settings).bind(TaskState(device, dtype))
     assert task.build_model().hf.config._attn_implementation == chosen
-    assert task.state.notes == [f"{chosen} attention"]
+    assert task.state.optimizations == [f"{chosen} attention"]
     assert not any(seen)
 
 
@@ -445,9 +445,9 @@ def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     """The kernel itself, on a device that it doesn't know: this one."""
     monkeypatch.setattr(loss, "varlen_attn", varlen_attn)
     monkeypatch.setattr(causal_lm, "failure", lambda config, *_: failure(config, "varlen", True, "cpu", HALF))
-    task = tiny.task().begin(TaskState("cuda", HALF))
+    task = tiny.task().bind(TaskState("cuda", HALF))
     task.build_model()
-    (summary,) = task.state.notes
+    (summary,) = task.state.optimizations
     assert summary.startswith("sdpa attention (not varlen: Llama fails on a few tokens: Could not run 'aten::_flash")
 
 

@@ -97,15 +97,15 @@ def test_frozen_weights_are_bf16_where_a_gpu_computes_in_it(models: Path) -> Non
     for device, dtype, chosen in (
         ("cuda", torch.bfloat16, "bf16"), ("cuda", torch.float16, "fp32"), ("cpu", torch.bfloat16, "fp32"),
     ):  # fmt: skip
-        task = task_of(models / "llama", {"r": 2}).begin(TaskState(device, dtype))
+        task = task_of(models / "llama", {"r": 2}).bind(TaskState(device, dtype))
         adapted = task.with_adapters(task.load_model())
         assert adapted.get_input_embeddings().weight.dtype == getattr(
             torch, {"bf16": "bfloat16", "fp32": "float32"}[chosen]
         )
-        assert task.state.notes == [f"frozen weights in {chosen}"]
+        assert task.state.optimizations == [f"frozen weights in {chosen}"]
         assert task.lora.base_dtype is None  # config.yaml says what the user wrote, on any device
     with pytest.raises(UserError, match="base_dtype=bf16: needs --mixed_precision bf16 before train.py"):
-        task_of(models / "llama", BF16_BASE).begin(TaskState())
+        task_of(models / "llama", BF16_BASE).bind(TaskState())
 
 
 @pytest.mark.parametrize(("shape", "processes"), [("70M", 2), slow("400M", 4)])

@@ -28,8 +28,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from src.config.config import config_from
 from src.config.errors import UserError
-from src.distributed.accelerator import Launch as Launched
-from src.distributed.accelerator import build_accelerator
+from src.distributed.accelerator import RunSetup, build_accelerator
 from src.tasks import TASKS
 from src.tasks.base import TaskState, Tensors
 from src.tasks.text.model import load_exported
@@ -235,9 +234,9 @@ def test_what_was_quantized_is_exported_as_what_was_trained(folder: Path, tmp_pa
     task.export(model, model.state_dict(), tmp_path / "fp8")
     assert "quantization_config" not in (tmp_path / "fp8" / "config.json").read_text()
     assert plain_loss(tmp_path / "fp8") == plain_loss(folder / "fp8")
-    task = decoder(folder / "4 bits", lora={"r": 2, "merge": True}).begin(TaskState(dtype=torch.bfloat16))
+    task = decoder(folder / "4 bits", lora={"r": 2, "merge": True}).bind(TaskState(dtype=torch.bfloat16))
     model = task.build_model()
-    assert task.state.notes[-1] == "frozen weights in nf4"
+    assert task.state.optimizations[-1] == "frozen weights in nf4"
     assert {layer.compute_dtype for layer in model.modules() if hasattr(layer, "compute_dtype")} == {torch.bfloat16}
     task.export(model, model.state_dict(), tmp_path / "4 bits")
     assert "quantization_config" not in (tmp_path / "4 bits" / "merged" / "config.json").read_text()
@@ -253,7 +252,7 @@ def test_weights_are_in_4_bits_as_the_files_have_them_or_as_is_asked(folder: Pat
     ):
         task = decoder(folder / name, lora={"r": 2, "base_dtype": base_dtype})
         with pytest.raises(UserError, match=f"^task.model={folder / name}: {says}"):
-            task.begin(TaskState(dtype=torch.bfloat16)).build_model()
+            task.bind(TaskState(dtype=torch.bfloat16)).build_model()
 
 
 def test_a_head_that_the_files_have_is_not_tied_in_the_export(folder: Path, tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def plain_loss(path: Path) -> float:
         return model(input_ids=TOKENS, labels=TOKENS).loss.item()
 
 
-def first_loss(accelerator: Accelerator, launch: Launched, task: dict[str, Any]) -> float | str:
+def first_loss(accelerator: Accelerator, launch: RunSetup, task: dict[str, Any]) -> float | str:
     """The same as a run would compute it, over all processes; or why there is none."""
     if accelerator.is_fsdp2:
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # it remembers the last model's blocks

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from src.config.errors import UserError
 from src.distributed.process import exit_codes
 from src.tasks.text import files, model, reading
-from src.tasks.text.chats import CHATML, MOST_MESSAGES, ChatEncoder, render_chat, with_date
+from src.tasks.text.chats import CHATML, MAX_MESSAGES, ChatEncoder, render_chat, with_date
 from src.tasks.text.reading import ShardReader, row_ranges
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.tools.generate import main as generate  # room: tools
@@ -141,7 +141,7 @@ def test_a_chat_is_read_in_a_time_that_grows_with_its_length(piece: str, begins:
 
 def test_a_chat_has_5000_messages_at_most() -> None:
     """Each of the assistant's turns is found by writing all before it again."""
-    chat = [{"role": "user", "content": "q"}] * (MOST_MESSAGES + 1)
+    chat = [{"role": "user", "content": "q"}] * (MAX_MESSAGES + 1)
     with pytest.raises(ValueError, match="not a list of messages, 5,000 at most"):
         ChatEncoder("")(chat)
     assert json.loads(ChatEncoder("")(chat[1:])) == chat[1:]

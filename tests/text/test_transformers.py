@@ -233,7 +233,7 @@ def test_what_cannot_be_in_4_bits(shared: Path, models: Path, launch: Launch, mo
         "accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
     )
     with pytest.raises(UserError, match="^task.lora.base_dtype=nf4: needs --mixed_precision bf16 before train.py$"):
-        task(models / "spread").begin(TaskState())
+        task(models / "spread").bind(TaskState())
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
     with pytest.raises(UserError, match=r"^task.lora.base_dtype=nf4: not installed: bitsandbytes: .*\[nf4\]'$"):
         task(models / "spread").build_model()

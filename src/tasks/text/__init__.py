@@ -1,6 +1,6 @@
 """Language models and text classifiers; they need the `text` extra of pyproject.toml."""
 
-from src.config.errors import refuse
-from src.config.requirements import lacking
+from src.config.errors import raise_if_any
+from src.config.requirements import missing_requirements
 
-refuse(lacking("text"))
+raise_if_any(missing_requirements("text"))

@@ -15,7 +15,7 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, as_user_error
 from src.tasks.base import Counts, Tables, Tensors
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
 from src.tasks.text.context_parallel import own_part, register
@@ -36,7 +36,7 @@ SUMS = ("nats", "targets", "correct")
 """Sums over a sequence in an evaluation: the loss, the number of targets, and how many of them were the likeliest
 token."""
 
-MOST_SAMPLES, LONGEST_SAMPLE = 8, 1000
+MAX_SAMPLES, LONGEST_SAMPLE = 8, 1000
 """Sequences in the table of an evaluation, and characters of each."""
 
 
@@ -64,7 +64,7 @@ class CausalLM(CausalLMSettings, Decoder):
             require_splittable(self._config, self.packing)
             attention = register(attention, state.cp)
             note += f", across {state.cp.size} processes"
-        state.notes.append(note)
+        state.optimizations.append(note)
         return attention
 
     def load_model(self) -> Any:
@@ -91,7 +91,7 @@ class CausalLM(CausalLMSettings, Decoder):
         if self.chat_template == "chatml":
             tokenizer.chat_template = CHATML
         elif self.chat_template:
-            with explained("task.chat_template: cannot be read: ", (OSError, UnicodeDecodeError)):
+            with as_user_error("task.chat_template: cannot be read: ", (OSError, UnicodeDecodeError)):
                 tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         if not self.chat_template:
             return tokenizer
@@ -253,7 +253,7 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def tables(self, outputs: Tensors, dataset: Sequences) -> Tables:
         losses = (outputs["nats"] / outputs["targets"].clamp(min=1)).tolist()
-        hardest = sorted(range(len(losses)), key=lambda i: -losses[i])[:MOST_SAMPLES]
+        hardest = sorted(range(len(losses)), key=lambda i: -losses[i])[:MAX_SAMPLES]
         return {"hardest": [{"loss": losses[i], "text": self.preview(dataset, i)[:LONGEST_SAMPLE]} for i in hardest]}
 
     def load_export(self, folder: Path) -> LanguageModel:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from src.config.errors import UserError, explained, listed
+from src.config.errors import UserError, as_user_error, listed, reraised_as
 from src.tasks.text.reading import as_json
 
 Message = dict[str, Any]
@@ -74,7 +74,7 @@ CHATML = r"""
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"""
 """A template for models without one, in the format of Qwen3, without its empty thoughts."""
-MOST_MESSAGES = 5_000
+MAX_MESSAGES = 5_000
 """In a chat: the template writes it again for each of the assistant's turns."""
 OTHER = "set --task.chat_template=chatml, which writes tools, calls and thoughts, or another, or change the row"
 """What to do about a template that cannot be used."""
@@ -102,8 +102,8 @@ class ChatEncoder:
     template: str
 
     def __call__(self, value: Any) -> str:
-        if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
-            raise ValueError(f"is not a list of messages, {MOST_MESSAGES:,} at most")
+        if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+            raise ValueError(f"is not a list of messages, {MAX_MESSAGES:,} at most")
         chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
         known = role_names(self.template)
         if unknown := {message["role"] for message in chat} - known.keys():
@@ -126,7 +126,7 @@ def role_names(template: str) -> dict[str, str]:
 def as_tools(value: Any) -> str | None:
     """Return a chat's tools, a list or its JSON, as JSON; None if there are none. Raise a ValueError for anything
     else."""
-    with explained("is not a list of tools: ", Exception, ValueError):
+    with reraised_as(ValueError, "is not a list of tools: "):
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
         for tool in tools or ():
             _ = {**tool, **tool.get("function", {})}  # both are mappings
@@ -145,7 +145,7 @@ def _normalize_message(message: Any, where: str) -> Message:
     role = message["role"].strip().lower()
     role = ROLES.get(role, role)
     old = [message.pop("function_call", None)]
-    with explained(f"{where} with a tool call without a name, or arguments that are not JSON: ", Exception, ValueError):
+    with reraised_as(ValueError, f"{where} with a tool call without a name, or arguments that are not JSON: "):
         calls = [_normalize_call(call) for call in [*message.get("tool_calls", ()), *old] if call]
     thought = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning")
     content = message.get("content", "" if calls or thought else None)
@@ -275,7 +275,9 @@ def _without_empty_thought(message: Message, start: int, end: int, text: str) ->
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
-    with explained(f"the tokenizer's chat template rejects {_quote(chat)}: "):  # it is a program: it can raise anything
+    with as_user_error(
+        f"the tokenizer's chat template rejects {_quote(chat)}: "
+    ):  # it is a program: it can raise anything
         return str(tokenizer.apply_chat_template(chat, tools, tokenize=False, add_generation_prompt=prompts_answer))
 
 

@@ -31,7 +31,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import get_session
 from pyarrow import parquet
 
-from src.config.errors import RunError, UserError, cause, explained, refuse
+from src.config.errors import RunError, UserError, cause, raise_if_any, reraised_as
 from src.config.terminal import bar
 from src.tasks.text.listing import KINDS, list_files
 
@@ -334,7 +334,7 @@ def index_files(files: dict[str, str], column_names: list[str], cache: Path) -> 
         with ThreadPoolExecutor(READERS) as threads:
             tries = threads.map(lambda url: _index(url, files[url], column_names), files)
             done = [*bar("files indexed", iterable=tries, total=len(files))]
-        refuse(found for found in done if isinstance(found, str))
+        raise_if_any(found for found in done if isinstance(found, str))
         cache.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(json.dumps(done, default=vars).encode())
@@ -374,7 +374,7 @@ def _index_parquet(file: Any) -> tuple[str, Index]:
 def declared_features(schema: pa.Schema) -> Features:
     """Return the features that `datasets` wrote into a parquet file; none if something else wrote it. Raise a
     ValueError if they are damaged, or of a kind that is not known here."""
-    with explained("its metadata are not those of `datasets`: ", Exception, ValueError):
+    with reraised_as(ValueError, "its metadata are not those of `datasets`: "):
         written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         return Features.from_dict(written.get("info", {}).get("features") or {})
 

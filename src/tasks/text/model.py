@@ -44,8 +44,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import align_special_tokens
 
-from src.config.errors import UserError, cause, explained, listed, refuse
-from src.config.requirements import lacking
+from src.config.errors import UserError, as_user_error, cause, listed, raise_if_any
+from src.config.requirements import missing_requirements
 from src.config.settings import flatten, nearest
 from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
@@ -78,7 +78,9 @@ LONGEST_MATCH = 5
 def require_quick(patterns: Iterable[Any], model: nn.Module) -> None:
     """Raise a UserError if one of the patterns among these values takes longer than LONGEST_MATCH to match the names of
     the model's layers: peft would match for years, and no other signal would be answered. Called on the main thread."""
-    before = signal.signal(signal.SIGALRM, lambda *_: refuse([f"a pattern takes more than {LONGEST_MATCH} s to match"]))
+    before = signal.signal(
+        signal.SIGALRM, lambda *_: raise_if_any([f"a pattern takes more than {LONGEST_MATCH} s to match"])
+    )
     signal.alarm(LONGEST_MATCH)
     try:
         for pattern in patterns:
@@ -139,7 +141,7 @@ def add_adapters(
 def require_four_bits(is_sharded: bool) -> None:
     """Raise a UserError if weights can't be kept in 4 bits, because of FSDP or what is installed."""
     setting = "task.lora.base_dtype=nf4"
-    refuse(f"{setting}: {line}" for line in lacking("nf4"))
+    raise_if_any(f"{setting}: {line}" for line in missing_requirements("nf4"))
     if is_sharded:
         # FSDP would gather the bytes without the scales that they are read with
         hint = "use accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
@@ -155,15 +157,15 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
     return getattr(config, "quantization_config", None) or {}
 
 
-MOST_PARTS = {r"layers?|blocks?|experts|depth": 30_000, "labels": 3_000_000}
+MAX_PARTS = {r"layers?|blocks?|experts|depth": 30_000, "labels": 3_000_000}
 """By words that end the name of a config's field, how many a model may have: a billion would take hours, and fill the
 memory. Doge has 16,384 experts by default."""
 
 
 def require_buildable(fields: dict[str, Any]) -> None:
-    """Raise a ValueError if these fields of a config ask for more than MOST_PARTS."""
+    """Raise a ValueError if these fields of a config ask for more than MAX_PARTS."""
     for name, value in flatten(fields):
-        for words, most in MOST_PARTS.items():
+        for words, most in MAX_PARTS.items():
             if isinstance(value, int | float) and value > most and re.search(rf"(^|[._])({words})$", name):
                 raise ValueError(f"{name} is {value:,}, but no model has more than {most:,}")
 
@@ -273,7 +275,7 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
     frozen weights. Raise a UserError if there is none."""
     auto: Any = AutoModelForCausalLM
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
-    with explained("not a language model: "):
+    with as_user_error("not a language model: "):
         if has_adapters:
             peft: Any = import_module("peft")
             adapted = peft.PeftConfig.from_pretrained(source)
@@ -444,14 +446,14 @@ class FineTuning(TextTask):
             return range(len(train))  # each window is shuffled already
         return super().order(train, random, global_batch_size)
 
-    def begin(self, state: TaskState) -> Self:
+    def bind(self, state: TaskState) -> Self:
         # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
         has_bf16 = state.dtype == torch.bfloat16 or state.is_check  # --check computes in fp32, whatever a run does
         if self.lora.base_dtype not in (None, "fp32") and not has_bf16:
             says = "needs --mixed_precision bf16 before train.py"
             raise UserError(f"task.lora.base_dtype={self.lora.base_dtype}: {says}")
-        return super().begin(state)
+        return super().bind(state)
 
     @property
     def base_dtype(self) -> str | None:
@@ -538,7 +540,7 @@ class FineTuning(TextTask):
         """Return the model with new adapters, if the settings ask for them."""
         if not self.lora.r:
             return model
-        self.state.notes.append(f"frozen weights in {self.base_dtype}")
+        self.state.optimizations.append(f"frozen weights in {self.base_dtype}")
         options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
         base_dtype = None if self.state.is_check else self.base_dtype  # it computes in fp32, with 4-bit weights too
         return add_adapters(self.lora, model, self.revision, base_dtype, **options)
@@ -601,7 +603,7 @@ class FineTuning(TextTask):
             },
         }
         where = f"task.model={self.model}: not a checkpoint of {type(model).__name__}: weights"
-        refuse(f"{where} {says}: {listed(sorted(names))}" for says, names in mistakes.items() if names)
+        raise_if_any(f"{where} {says}: {listed(sorted(names))}" for says, names in mistakes.items() if names)
         if fit.unused:
             self.state.remarks.append(f"{self.model} has weights that are not used: {listed(sorted(fit.unused))}")
         if model.can_generate() and (dropped := drop_settings_without_effect(model.generation_config)):
@@ -707,7 +709,7 @@ class Decoder(DecoderSettings, FineTuning):
     def load_model(self) -> Any:
         if self.model:
             return super().load_model()
-        with explained(f"task.architecture: {self._config.model_type} rejects it: "):
+        with as_user_error(f"task.architecture: {self._config.model_type} rejects it: "):
             return self.model_from_config()
 
     @cached_property
@@ -742,13 +744,13 @@ def new_config(
     default = AutoConfig.for_model(kind)
     known = [name for name in {**default.to_dict(), **default.attribute_map} if not name.startswith("_")]
     unknown = [name for name in fields if name not in known]
-    refuse(f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}" for name in unknown)
+    raise_if_any(f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}" for name in unknown)
     fields.setdefault("vocab_size", len(tokenizer))
     positions = default.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # n_positions in GPT-2
     if positions in known and "max_position_embeddings" not in fields:
         fields.setdefault(positions, sequence_length)
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.setdefault(token, getattr(tokenizer, token))
-    with explained(f"task.architecture: {kind} rejects it: "):
+    with as_user_error(f"task.architecture: {kind} rejects it: "):
         require_buildable(fields)
         return AutoConfig.for_model(kind, **fields)

@@ -25,7 +25,7 @@ from huggingface_hub import metadata_load
 from pyarrow import parquet
 from pydantic import PrivateAttr
 
-from src.config.errors import UserError, cause, explained, listed, refuse
+from src.config.errors import UserError, cause, listed, raise_if_any, reraised_as
 from src.config.terminal import bar, is_first, say
 from src.tasks.base import Task
 from src.tasks.text.files import (
@@ -83,14 +83,14 @@ def as_label(value: Any) -> str:
 
 def as_json(value: Any) -> str:
     """Return a value as JSON. Raise a ValueError if it cannot be encoded."""
-    with explained("is not JSON: ", (TypeError, RecursionError), ValueError):
+    with reraised_as(ValueError, "is not JSON: ", (TypeError, RecursionError)):
         return encodable(json.dumps(value, ensure_ascii=False))
 
 
 def encodable(text: str) -> str:
     """Return the text. Raise a ValueError if it has half an emoji, or bytes that are not UTF-8, which tokenizers
     reject."""
-    try:  # `explained` would take eight times as long
+    try:  # `as_user_error` would take eight times as long
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"is not valid Unicode: {cause(error)}") from error
@@ -344,7 +344,7 @@ class TextTask(TextSettings, Task):
             # on the Hub, a .txt has one document per line, and compressed files would have to be unpacked
             others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
             if self.streaming:  # room: streaming
-                refuse(f"{name}: cannot be streamed; only {', '.join(KINDS[1:])} files can" for name in others)
+                raise_if_any(f"{name}: cannot be streamed; only {', '.join(KINDS[1:])} files can" for name in others)
             if others or not files:
                 tables: Any = load_dataset(part.dataset, part.dataset_config)
                 return tables
@@ -458,7 +458,7 @@ def require_columns(columns: Encoders, source: Source, dataset: str, where: str 
             says += ". Are labels withheld, as on Kaggle? Without that file, a part of the training data is held out"
         raise UserError(says)
     lacking = [(shard.url, [name for name in needed if name not in shard.columns]) for shard in source.shards]
-    refuse(f"{url}: no column {' nor '.join(names)}, which other files have" for url, names in lacking if names)
+    raise_if_any(f"{url}: no column {' nor '.join(names)}, which other files have" for url, names in lacking if names)
 
 
 def _read(source: Source, parts: list[RowRange], columns: Encoders, desc: str) -> Dataset:

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError, field_validator
 from ruamel.yaml.error import YAMLError
 
-from src.config.errors import UserError, explained
+from src.config.errors import UserError, as_user_error
 from src.config.settings import nearest, read_yaml
 
 TABLE = Path(__file__).with_name("gpus.yaml")
@@ -47,7 +47,7 @@ class Gpu(BaseModel, extra="forbid"):
 
 def find_gpu(name: str) -> Gpu:
     """Return the GPU of this name in gpus.yaml. Raise a UserError if there is none, or its entry has mistakes."""
-    with explained(f"{TABLE}: {name}: ", (YAMLError, ValidationError)):
+    with as_user_error(f"{TABLE}: {name}: ", (YAMLError, ValidationError)):
         table = read_yaml(TABLE.read_bytes())
         if name not in table:
             there = f"{nearest(name, list(table))} ({', '.join(table)})"

@@ -41,7 +41,7 @@ from train import train_step
 
 NO_LIMIT = 100_000
 """GiB of a GPU on which everything fits."""
-MOST_PER_MACHINE = 16
+MAX_PER_MACHINE = 16
 """Most GPUs that the null GPU simulates."""
 KERNELS = ("launch", "gemm", "conv", "triton", "graph_launch")
 """null_gpu.c's names for kernel launches."""
@@ -95,7 +95,7 @@ class Measured:
 def environment_for(gpu: Gpu) -> dict[str, str]:
     """Return the environment variables that have a new process measure runs on this GPU."""
     return null_environment(
-        MOST_PER_MACHINE, NULL_GPU_GIB=str(NO_LIMIT), NULL_GPU_NAME=gpu.name, NULL_GPU_CAPABILITY=gpu.capability
+        MAX_PER_MACHINE, NULL_GPU_GIB=str(NO_LIMIT), NULL_GPU_NAME=gpu.name, NULL_GPU_CAPABILITY=gpu.capability
     )
 
 
@@ -147,7 +147,7 @@ def build_without_values(config: Config) -> Run:
         train_set=train_set,
         eval_set=eval_set,
         origin=None,  # type: ignore[arg-type]  # nothing is saved
-        facts={"tuned": config.task.state.notes},
+        metadata={"optimizations": config.task.state.optimizations},
     )
 
 
@@ -239,7 +239,7 @@ class Trial:
             memory=memory,
             parts=parts,
             work=self._work(),
-            notes=run.facts["tuned"],
+            notes=run.metadata["optimizations"],
         )
 
     def _largest(self, share: float) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from src.config.config import Config
-from src.config.errors import explained
+from src.config.errors import as_user_error
 from src.config.terminal import BIN
 from src.tools.plan.estimate import seconds_of
 from src.tools.plan.measure import highest, launcher_arguments
@@ -95,7 +95,7 @@ def write(rows: list[Row], config: Config, output: Path) -> Path:
     """Write plan.json into a new folder, and return the folder."""
     names = (output / (config.run_name + (f"-{number}" if number else "")) for number in count())
     folder = next(name for name in names if not name.exists())
-    with explained(f"--output {output}: cannot be written, ", OSError):
+    with as_user_error(f"--output {output}: cannot be written, ", OSError):
         folder.mkdir(parents=True)
     content = [asdict(row) | {"is_fitting": row.is_fitting, "line": line(row, config)} for row in rows]
     (folder / "plan.json").write_text(json.dumps(content, indent=1, default=vars))

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 STYLE = Path(__file__).with_suffix(".mplstyle")
-MOST_CURVES = 6
+MAX_CURVES = 6
 """Curves in a plot: as many as the style has colours."""
 POINTS = 600
 """Points per plot, over all its curves; each is the mean of neighbouring values."""
@@ -27,8 +27,8 @@ def draw_curves(title: str, curves: list[tuple[str, list[tuple[float, float]]]])
         figure = Figure(figsize=(3.75, 2.4), layout="constrained")
         axes: Any = figure.subplots()
         axes.set_title(title, loc="left", fontweight="bold")
-        most = POINTS // min(len(curves), MOST_CURVES)
-        for label, points in curves[:MOST_CURVES]:
+        most = POINTS // min(len(curves), MAX_CURVES)
+        for label, points in curves[:MAX_CURVES]:
             marker = "o" if len(points) < 20 else ""
             # each point shown is the mean of as many neighbours
             shown = [part.mean(axis=0) for part in np.array_split(points, min(len(points), most))]
