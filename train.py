@@ -81,7 +81,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     run.model.eval()
     broadcast([*run.model.buffers()])  # running statistics, as process 0 exports them: FSDP leaves each its own
     with explaining_memory("evaluation", run):
-        scores = evaluate_batches(task, run.model, evaluation_batches(run, stop.sums), run.device, stop)
+        scores = evaluate_batches(task, run.model, evaluation_batches(run, stop), run.device, stop)
     run.model.train()
     if scores is None:
         return None

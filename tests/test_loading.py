@@ -39,8 +39,10 @@ def test_each_window_holds_the_same_examples_on_any_number_of_processes(world_si
 def test_a_process_without_examples_gets_a_dummy() -> None:
     order = np.array([7, 8, 9])
     ranks = [ShardedBatchSampler(order, 8, 2, rank, 4) for rank in range(4)]
-    assert [list(rank) for rank in ranks] == [[[7]], [[8]], [[9]], [[9]]]
-    assert [len(share) for rank in ranks for (share,) in rank.steps()] == [1, 1, 1, 0]
+    shares = [share for rank in ranks for (share,) in rank.steps()]
+    assert [len(share) for share in shares] == [1, 1, 1, 0]
+    fetched = [rank.to_fetch(share) for rank, share in zip(ranks, shares, strict=True)]
+    assert fetched == [[7], [8], [9], [9]]
 
 
 @pytest.mark.parametrize("cp_size", [1, 3])
@@ -75,11 +77,11 @@ def test_as_many_examples_are_evaluated_at_once_as_keep_a_layer_in_the_cache(
     run: Any = SimpleNamespace(config=sizes, task=task, model=model, eval_set=torch.zeros(200, 4), is_main=True)
     run.device, run.data_size, run.data_rank, run.world_size = torch.device("cpu"), 1, 0, 1
     run.examples_in_cache = None
-    sums: Any = SimpleNamespace(begin=lambda values: lambda: values)
+    stop: Any = SimpleNamespace(begin_sum=lambda values: lambda: (values, False))
     monkeypatch.setattr(batches, "cache_size", lambda _: cache)
 
     def largest() -> int:
-        return max(batch.num_examples for batch in batches.evaluation_batches(run, sums))
+        return max(batch.num_examples for batch in batches.evaluation_batches(run, stop))
 
     assert [largest(), largest(), seen] == [min(at_once, 200), min(at_once, 200), [1]]
     sizes.forward_batch_size = lambda _: 100
@@ -115,16 +117,17 @@ def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
     """Tried with the exchange begun where its sums are needed; with the stop's request of the exchange before."""
     did = []
 
-    def begin(values: Counts) -> Callable[[], Counts]:
+    def begin_sum(values: Counts) -> Callable[[], tuple[Counts, bool]]:
         did.append("begun")
+        is_requested = stop.reason is not None
 
-        def wait() -> Counts:
+        def wait() -> tuple[Counts, bool]:
             did.append("waited")
-            return {name: 2 * value for name, value in values.items()}
+            return {name: 2 * value for name, value in values.items()}, is_requested
 
         return wait
 
-    stop: Any = SimpleNamespace(sums=SimpleNamespace(begin=begin), reason=None)
+    stop: Any = SimpleNamespace(begin_sum=begin_sum, reason=None)
     counts = {"targets": 8.0, "tokens": 20.0, "padded_tokens": 30.0}
     windows = [[MicroBatch(None, 4, counts)] * 2, [MicroBatch(None, 0, counts)], [MicroBatch(None, 4, counts)]]
     steps = CountedSteps(iter(windows), stop)

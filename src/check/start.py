@@ -85,7 +85,7 @@ def check_data(subject: CheckContext) -> Iterator[Row]:
     is_augmented = run.task.augmented(run.train_set, [run.config.seed, 0, 1]) is not run.train_set
     yield none_differ("the first examples of epochs", others, f"as drawn by hand{', augmented' * is_augmented}")
     less = evaluating_less(subject)
-    steps_read = ([batch] for batch in evaluation_batches(reading_indices(less), subject.stop.sums))
+    steps_read = ([batch] for batch in evaluation_batches(reading_indices(less), subject.stop))
     size = AT_ONCE * run.data_size
     batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
     expected = [batch[run.data_rank :: run.data_size] for batch in batches]

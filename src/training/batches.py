@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, tee
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.config.config import Config
 from src.config.terminal import bar
-from src.distributed.stop import HostSums, StopSignal
+from src.distributed.stop import StopSignal
 from src.tasks.base import Counts, Examples, Indices, Task, samples
 from src.training.progress import StepResult
 from src.training.run import Run
@@ -45,8 +45,6 @@ class MicroBatch(NamedTuple):
         return 1.0 if self.num_examples else 0.0
 
 
-STOP_REQUESTS = "stop_requests"
-"""Name of an entry in a step's counts: how many processes were asked to stop."""
 Steps = Iterator[list[MicroBatch]]
 """This process's micro-batches for each optimizer step."""
 TrainStep = Callable[[Run, list[MicroBatch], Counts], StepResult]
@@ -55,8 +53,7 @@ TrainStep = Callable[[Run, list[MicroBatch], Counts], StepResult]
 
 @dataclass(frozen=True)
 class ShardedBatchSampler:
-    """Deals a process its shard of each chunk of micro_batch_size x data_size examples: every data_size-th. Iterating
-    yields a list of indices per micro-batch."""
+    """Deals a process its shard of each chunk of micro_batch_size x data_size examples: every data_size-th."""
 
     order: Indices
     """Indices into the dataset, in the order in which a single process would read them."""
@@ -77,13 +74,12 @@ class ShardedBatchSampler:
             chunks = [batch[i : i + chunk_size] for i in range(0, len(batch), chunk_size)]
             yield [chunk[self.data_rank :: self.data_size] for chunk in chunks]
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in self.steps():
-            for indices in step:
-                # If a process skipped the forward pass, the others would hang in FSDP's all-gather. So a process
-                # without an example left computes on a dummy, which counts for nothing. Any example will do; the last
-                # one is sure to be in the step's window when data are streamed.
-                yield np.asarray(indices).tolist() or [int(self.order[-1])]
+    def to_fetch(self, indices: Indices) -> list[int]:
+        """Return the examples to fetch for a micro-batch of these indices, or the one for a dummy if it has none."""
+        # If a process skipped the forward pass, the others would hang in FSDP's all-gather. So a process without an
+        # example left computes on a dummy, which counts for nothing. Any example will do; the last one is sure to be in
+        # the step's window when data are streamed.
+        return np.asarray(indices).tolist() or [int(self.order[-1])]
 
 
 def epoch_seed(config: Config, epoch: int, *purpose: int) -> list[int]:
@@ -137,15 +133,16 @@ class CountedSteps:
 
     def __next__(self) -> tuple[list[MicroBatch], Counts]:
         """Return this process's micro-batches for the next step, and the counts over all processes. Collective."""
-        micro_batches, counts = self._upcoming, dict(self._summed())
-        del counts[STOP_REQUESTS]
+        micro_batches = self._upcoming
+        counts, _ = self._summed()
         # begin before this step is computed, so that the all-reduce (and on a GPU the loading) overlaps with it
         self._begin_next()
         return micro_batches, counts
 
     def is_stop_requested(self) -> bool:
         """Return whether any process was asked to stop before the latest step began: all agree. Collective."""
-        return self._summed()[STOP_REQUESTS] > 0
+        _, is_requested = self._summed()
+        return is_requested
 
     def _begin_next(self) -> None:
         # after the last step there are no batches and nothing to count
@@ -154,15 +151,14 @@ class CountedSteps:
         for batch in self._upcoming:
             for name, number in batch.counts.items():
                 counts[name] = counts.get(name, 0.0) + batch.weight * number
-        # requests to stop share the all-reduce
-        self._summed = self._stop.sums.begin({**counts, STOP_REQUESTS: float(self._stop.reason is not None)})
+        self._summed = self._stop.begin_sum(counts)
 
 
-def evaluation_batches(run: Run, sums: HostSums) -> Iterator[MicroBatch]:
+def evaluation_batches(run: Run, stop: StopSignal) -> Iterator[MicroBatch]:
     """Yield this process's shard of the evaluation set, in order. Batches are as large as in training, or larger if
     a layer's activations still fit in the cache. Collective."""
     if run.examples_in_cache is None:
-        run.examples_in_cache = examples_in_cache(run, sums)
+        run.examples_in_cache = examples_in_cache(run, stop)
     size = max(run.config.forward_batch_size(run.data_size), run.examples_in_cache)
     global_batch_size = size * run.data_size
     # never shuffled: gather_in_order in evaluation.py relies on the order of the dataset
@@ -174,7 +170,7 @@ def evaluation_batches(run: Run, sums: HostSums) -> Iterator[MicroBatch]:
         yield batch
 
 
-def examples_in_cache(run: Run, sums: HostSums) -> int:
+def examples_in_cache(run: Run, stop: StopSignal) -> int:
     """Return how many examples' activations, of the largest layer, fit in this process's share of the device's cache:
     the same number on all processes. Wait for no device. Collective.
 
@@ -197,7 +193,7 @@ def examples_in_cache(run: Run, sums: HostSums) -> int:
     # as if all were on this machine: the same size wherever they are
     share = cache_size(run.device) // (4 * run.world_size)
     # machines may differ: all take the main process's number
-    agreed = sums.begin({"examples": float(run.is_main * (share // max(layers)))})()
+    agreed, _ = stop.begin_sum({"examples": float(run.is_main * (share // max(layers)))})()
     return int(agreed["examples"])
 
 
@@ -233,12 +229,14 @@ def _load(
 ) -> Steps:
     config = run.config
     sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.data_rank, run.data_size)
+    # workers read ahead of the steps that their batches make up
+    steps, ahead = tee(sampler.steps())
+    fetched = (sampler.to_fetch(indices) for step in ahead for indices in step)
     # no DataLoader: its overhead per batch takes as long as a small model's step
-    batches: Iterator[Any] = (fetch_batch(config.task, dataset, indices) for indices in sampler)
+    batches: Iterator[Any] = (fetch_batch(config.task, dataset, indices) for indices in fetched)
     if config.num_workers > 0:
-        batches = load_in_workers(config, dataset, sampler, run.data_rank, epoch)
-    # the sampler is iterated twice, for the batches and for how they make up steps: both are lazy and cheap
-    for step in sampler.steps():
+        batches = load_in_workers(config, dataset, fetched, run.data_rank, epoch)
+    for step in steps:
         # without indices the batch is a dummy: it has an example, but that counts for nothing
         yield [to_micro_batch(config.task, next(batches), len(indices)) for indices in step]
 

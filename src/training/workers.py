@@ -32,9 +32,9 @@ class Batches:
 
 
 def load_in_workers(
-    config: Config, dataset: Examples, sampler: Iterable[list[int]], rank: int, epoch: int
+    config: Config, dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
 ) -> Iterator[Any]:
-    """Yield the batches that the sampler picks, collated.
+    """Yield the batches of these indices, collated.
 
     Raises:
         RuntimeError: a worker died.
@@ -44,7 +44,7 @@ def load_in_workers(
     loader: DataLoader[Any] = DataLoader(
         Batches(config.task, dataset),  # type: ignore[arg-type]  # torch's Dataset need not have a length
         batch_size=None,
-        sampler=sampler,
+        sampler=batches,
         collate_fn=as_it_is,
         num_workers=config.num_workers,
         worker_init_fn=_ignore_signals,
