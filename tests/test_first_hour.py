@@ -253,7 +253,7 @@ def python(rest: list[str], words: list[str]) -> None:
         assert {*arguments} <= FILES.keys(), words
     elif "ArgumentParser" in file.read_text():
         parsed = parse(file, arguments)
-        if name == "src.tools.plan":
+        if name == "plan":
             settings(parsed.options.arguments, words)
         elif name == "src.tools.evaluate":
             mistakes: list[str] = []

@@ -114,7 +114,7 @@ def test_each_test_is_in_one_part_of_the_nightly_run() -> None:
     """Tried without `make testall ARGS=tests/faults`, and with a part twice."""
     parts = find(r"make testall ARGS='?([^\s']+)", ".github/workflows/test.yml")
     files = [file for part in parts for path in PROJECT.glob(part) for file in (*path.glob("**/test_*.py"), path)]
-    elsewhere = {*PROJECT.glob("tests/gpu/test_*.py"), *PROJECT.glob("tests/machines/test_*.py")}
+    elsewhere = {*PROJECT.glob("plan/tests/gpu/test_*.py"), *PROJECT.glob("tests/machines/test_*.py")}
     expected = {*PROJECT.glob("tests/**/test_*.py")} - elsewhere
     assert sorted(file for file in files if file.is_file()) == sorted(expected)
 

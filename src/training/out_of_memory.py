@@ -1,22 +1,17 @@
 """Explain in one line why a GPU ran out of memory: what held it, and which changes would help."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from src.config.errors import UserError
-from src.config.terminal import BIN
 from src.training.gradients import local_gradients, to_local
 from src.training.run import Run
 
 GB = 1e9
-HELP = (
-    "what would help: --activation_checkpointing=true, a smaller --micro_batch_size or sequence, and FSDP on more GPUs"
-    + f"; to see what fits: {BIN}python -m src.tools.plan -- SETTINGS" * os.path.isdir("src/tools/plan")
-)
+HELP = "what would help: --activation_checkpointing=true, a smaller --micro_batch_size or sequence, FSDP on more GPUs"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import init_empty_weights
+from accelerate import init_empty_weights, init_on_device
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from src.tasks.base import Tensors, parameters_on
+from src.tasks.base import Tensors
 
 ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
 """peft's names for a classifier's head as it was, and for its copy, which is trained without adapters."""
@@ -112,7 +112,7 @@ def fill_shards(model: PreTrainedModel, files: list[str], device: torch.device) 
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     if device.type == "cpu":
         device = torch.device("cpu")  # Accelerate's is cpu:0, to which torch would copy each weight once more
-    with parameters_on(device):  # transformers moves offloaded shards to the mesh's device
+    with init_on_device(device, include_buffers=False):  # transformers moves offloaded shards to the mesh's device
         _convert(_WithoutAdapters(model), _slices(files), device)
     # with fewer rows, such as experts, than processes, some processes have none: transformers reads nothing for them
     parameters: dict[str, Any] = dict(model.named_parameters())

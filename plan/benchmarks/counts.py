@@ -1,7 +1,7 @@
 """What a step asks of a GPU and of its host, counted on the null GPU, and the same of an earlier commit.
 
     git worktree add ../before COMMIT
-    python -m benchmarks.gpu_counts --before=../before
+    python -m plan.benchmarks.counts --before=../before
 
 Per step, of the MNIST CNN and of a narrow Llama with 22 layers, alone and as rank 0 of 8 under FSDP: kernels and
 collectives launched, and the host's time. Nothing is computed, so that the time is Python's, torch's and the driver
@@ -41,14 +41,14 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
 STEPS, ROUNDS = 100, 7
 PROBE = """
 import dataclasses, json, sys
-from tests.gpu.probe import steps_of
+from plan.tests.gpu.probe import steps_of
 arguments, processes, steps = json.loads(sys.argv[1])
 print(json.dumps(dataclasses.asdict(steps_of(*arguments, steps=steps, processes=processes))))
 """
 
 
 def probe(checkout: Path, arguments: tuple[str, ...], processes: int) -> dict[str, Any]:
-    """Return what tests/gpu/probe.py of this checkout sees of a run."""
+    """Return what plan/tests/gpu/probe.py of this checkout sees of a run."""
     command = [sys.executable, "-c", PROBE, json.dumps([arguments, processes, STEPS])]
     done = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)

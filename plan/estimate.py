@@ -1,9 +1,9 @@
-"""Estimate how long a step takes on a GPU, from the counted work. docs/plan.md says what the model leaves out."""
+"""Estimate how long a step takes on a GPU, from the counted work. plan/README.md says what the model leaves out."""
 
 from typing import NamedTuple
 
-from src.tools.plan.gpus import Gpu
-from src.tools.plan.measure import Measured
+from plan.gpus import Gpu
+from plan.measure import Measured
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 """gpus.yaml's names for the dtypes of products; all others count as fp32."""

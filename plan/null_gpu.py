@@ -1,6 +1,6 @@
 """Compile null_gpu.c: a GPU for machines without one, which counts calls and computes nothing.
 
-docs/gpu.md explains it, and says what it can't show.
+plan/gpu.md explains it, and says what it can't show.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Compare the plan with published measurements of runs. docs/figures.md has the table, and explains its misses.
 
-    python -m benchmarks.published                      all of them, in a table: 13 minutes on one core
-    python -m benchmarks.published --only llm.c Qwen    those whose names have one of these words
-    python -m benchmarks.published --save=FILE.json     also writes all that was found
+    python -m plan.benchmarks.published                      all of them, in a table: 13 minutes on one core
+    python -m plan.benchmarks.published --only llm.c Qwen    those whose names have one of these words
+    python -m plan.benchmarks.published --save=FILE.json     also writes all that was found
 
 No GPU is needed, and no weights.
 """
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runs import PROJECT
+from plan import show
+from plan.gpus import find_gpu
+from plan.measure import Setup, environment_for
+from plan.search import explore
 from src.config.config import load_config
 from src.tasks import TASKS
 from src.tasks.text.model import new_config
 from src.tasks.text.tokenizing import byte_tokenizer
-from src.tools.plan import show
-from src.tools.plan.gpus import find_gpu
-from src.tools.plan.measure import Setup, environment_for
-from src.tools.plan.search import explore
 
 GB, GIB = 1e9, 2**30
 NONE, FULL = (False,), (True,)
@@ -115,7 +115,7 @@ TORCHTUNE = "pytorch/torchtune README.md"
 QWEN = "QwenLM/Qwen README.md"
 LLM_C = "karpathy/llm.c scripts"
 
-H100_96GB = "benchmarks/h100_96gb.yaml"
+H100_96GB = "plan/benchmarks/h100_96gb.yaml"
 ADAPTERS_8 = ("--task.lora.r=8", "--task.lora.target_modules=[q_proj, v_proj]")
 ADAPTERS_64 = ("--task.lora.r=64",)
 
@@ -300,7 +300,7 @@ def in_own_process(number: int) -> list[dict[str, Any]]:
     loaded."""
     gpu = find_gpu(RUNS[number].gpu)
     environment = {**os.environ, **environment_for(gpu), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "benchmarks.published", f"--row={number}"]
+    command = [sys.executable, "-m", "plan.benchmarks.published", f"--row={number}"]
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{RUNS[number].name}: {done.stderr[-3000:]}")

@@ -11,12 +11,12 @@ from typing import Any
 
 import pandas as pd
 
+from plan.estimate import seconds_of
+from plan.measure import highest, launcher_arguments
+from plan.search import Row
 from src.config.config import Config
 from src.config.errors import as_user_error
 from src.config.terminal import BIN
-from src.tools.plan.estimate import seconds_of
-from src.tools.plan.measure import highest, launcher_arguments
-from src.tools.plan.search import Row
 
 GB = 1e9
 FORMATS: dict[str, Callable[[float], str]] = {

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from null_gpu import NullGpu, join_alone, null_environment
+from plan.gpus import Gpu
+from plan.model import allocate, build_skeleton
+from plan.null_gpu import NullGpu, join_alone, null_environment
+from plan.work import Work
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.config import Config, load_config
 from src.config.errors import UserError
 from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
-from src.tools.plan.gpus import Gpu
-from src.tools.plan.work import Work
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import to_local
@@ -128,7 +128,7 @@ def build_without_values(config: Config) -> Run:
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     config = begin_task(config, launch, ResumePoint())
     train_set, eval_set = build_data(config, accelerator)
-    model = config.task.build_skeleton()
+    model = build_skeleton(config.task)
     transform(model, config, accelerator)
     if not accelerator.is_fsdp2:
         allocate(model, accelerator.device)
@@ -149,14 +149,6 @@ def build_without_values(config: Config) -> Run:
         origin=None,  # type: ignore[arg-type]  # nothing is saved
         metadata={"optimizations": config.task.state.optimizations},
     )
-
-
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate memory on this device for parameters on the meta device. Tied parameters stay tied."""
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            filled = torch.empty_like(parameter, device=device)
-            torch.utils.swap_tensors(parameter, nn.Parameter(filled, parameter.requires_grad))
 
 
 def measure(setup: Setup, share: float) -> Measured:

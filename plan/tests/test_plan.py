@@ -14,29 +14,28 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-import null_gpu
-from null_gpu import null_environment
+from plan import null_gpu, search
+from plan.__main__ import main
+from plan.estimate import seconds_of
+from plan.gpus import Gpu, find_gpu
+from plan.measure import Measured, Setup, environment_for, highest
+from plan.null_gpu import null_environment
+from plan.search import Row, explore, setups
+from plan.show import recommendation, table
+from plan.tests.planning import H100, SHAPE, llama, measured, setup
 from src.config.config import load_config
 from src.config.errors import UserError, raise_if_any
 from src.tasks import TASKS
-from src.tools.plan import search
-from src.tools.plan.__main__ import main
-from src.tools.plan.estimate import seconds_of
-from src.tools.plan.gpus import Gpu, find_gpu
-from src.tools.plan.measure import Measured, Setup, environment_for, highest
-from src.tools.plan.search import Row, explore, setups
-from src.tools.plan.show import recommendation, table
 from tests.launching import BIN, PROJECT, QUIET, Launch, needs, run_command, slow
-from tests.planning import H100, SHAPE, llama, measured, setup
 
 needs_text = needs("src/tasks/text/causal_lm.py")
 needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
 DIGITS = ("--task.source=digits", "--global_batch_size=8", "--micro_batch_size=1", *QUIET)
 Plan = Callable[..., Any]
-PLAN = (f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu")
+PLAN = (f"{BIN}/python", "-m", "plan", "--gpus", "1", "--yamls", "single_gpu")
 WITH_A_TABLE = """
 import pathlib, sys
-from src.tools.plan import __main__, gpus
+from plan import __main__, gpus
 
 gpus.TABLE = pathlib.Path(sys.argv[1])
 __main__.main(sys.argv[2:])
@@ -158,7 +157,7 @@ def test_a_run_holds_what_the_plan_says(launch: Launch, tmp_path: Path, plan: Pl
 @pytest.mark.parametrize(("yaml", "processes"), [("ddp", 2), slow("fsdp", 2), slow("hsdp", 4)])
 def test_processes_send_what_a_run_sends(launch: Launch, tmp_path: Path, plan: Plan, yaml: str, processes: int) -> None:
     arguments = [*DIGITS, f"--output_dir={tmp_path}/run"]
-    run = launch(yaml, *arguments, script="tests/planning.py", processes=processes).succeeded()
+    run = launch(yaml, *arguments, script="plan/tests/planning.py", processes=processes).succeeded()
     (sent,) = re.findall(r"([\d.]+) MB sent", run.stdout)
     work = plan(yaml, processes)["work"]
     megabytes = (work["sent within"] + work.get("sent between", 0)) / 1e6
@@ -265,7 +264,7 @@ def test_out_of_memory_it_says_what_would_help(text: str, tmp_path: Path) -> Non
     assert "Traceback" not in run.stderr
     assert "out of memory in the step, on a GPU of 1.1 GB, 0.0 GB outside torch: parameters 0.0, " in message
     assert re.search(r"activations [\d.]+; what would help: --activation_checkpointing=true, ", message)
-    assert "python -m src.tools.plan" in message
+    assert "python -m plan" in message
 
 
 MEASURED = Measured(
@@ -341,7 +340,7 @@ def test_mistakes_in_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     assert refused("h10").startswith("--gpu h10: no such GPU, did you mean h100?")
     file = tmp_path / "gpus.yaml"
-    monkeypatch.setattr("src.tools.plan.gpus.TABLE", file)
+    monkeypatch.setattr("plan.gpus.TABLE", file)
     file.write_text("mine: {name: Mine, capability: '9.0', memory_gib: -1, price: 3, tflops: {bf16: 1}}")
     told = refused("mine")
     assert told.startswith(f"{file}: mine: ")

@@ -1,0 +1,50 @@
+"""The model of a run without its weights: parameters on the meta device, then uninitialized memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from src.config.errors import as_user_error
+
+META = torch.device("meta")
+
+
+def build_skeleton(task: Any) -> nn.Module:
+    """Return the task's model with parameters on the meta device, and 4-bit ones on the GPU. A model that transformers
+    builds from a config needs no weights; another is built as for training. Raise a UserError if it cannot be built
+    that way."""
+    with parameters_on_meta(), as_user_error("its model reads values that a plan does not have, ", RuntimeError):
+        if not hasattr(task, "model_from_config"):
+            return task.build_model()
+        model = task.model_from_config()
+    if task.base_dtype == "nf4":
+        import_module("plan.four_bits").give_four_bits(model)  # needs bitsandbytes
+    return task.finish(model)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Make modules register their parameters on the meta device. Tied parameters stay tied; Accelerate's
+    init_empty_weights unties them."""
+
+    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+        return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(moved)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate memory on this device for parameters on the meta device. Tied parameters stay tied."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            filled = torch.empty_like(parameter, device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(filled, parameter.requires_grad))
