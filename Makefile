@@ -69,6 +69,7 @@ format: setup  ## fix lint and formatting where possible
 
 -include examples/text.mk  # make chat, make classify
 -include benchmarks/bench.mk  # make bench, make bench-check
+-include benchmarks/gpu.mk  # make prove-gpu
 -include plan/gpu.mk  # make test-gpu
 -include scripts/new.mk  # make new
 

@@ -1,7 +1,5 @@
 """The model of a run without its weights: parameters on the meta device, then uninitialized memory."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -11,14 +9,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from src.config.errors import as_user_error
 
-META = torch.device("meta")
-
 
 def build_skeleton(task: Any) -> nn.Module:
     """Return the task's model with parameters on the meta device, and 4-bit ones on the GPU. A model that transformers
     builds from a config needs no weights; another is built as for training. Raise a UserError if it cannot be built
     that way."""
-    with parameters_on_meta(), as_user_error("its model reads values that a plan does not have, ", RuntimeError):
+    says = "its model reads values that a plan does not have, "
+    with register_module_parameter_registration_hook(on_meta), as_user_error(says, RuntimeError):
         if not hasattr(task, "model_from_config"):
             return task.build_model()
         model = task.model_from_config()
@@ -27,19 +24,10 @@ def build_skeleton(task: Any) -> nn.Module:
     return task.finish(model)
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Make modules register their parameters on the meta device. Tied parameters stay tied; Accelerate's
+def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter that a module registers, on the meta device. Tied ones stay tied; Accelerate's
     init_empty_weights unties them."""
-
-    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
-        return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to(META), parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(moved)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Compare the plan with published measurements of runs. docs/figures.md has the table, and explains its misses.
+"""Compare the plan with published measurements of runs. plan/figures.md has the table, and explains its misses.
 
     python -m plan.benchmarks.published                      all of them, in a table: 13 minutes on one core
     python -m plan.benchmarks.published --only llm.c Qwen    those whose names have one of these words

@@ -1,4 +1,4 @@
-"""Write the memory and speed of usual sizes of Llama on 1, 8 and 64 GPUs, as the plan has them, into docs/figures.md.
+"""Write the memory and speed of usual sizes of Llama on 1, 8 and 64 GPUs, as the plan has them, into plan/figures.md.
 
     python -m plan.benchmarks.sizes
 
@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from benchmarks.runs import PROJECT
 from src.tasks.text.tokenizing import byte_tokenizer
 
-PAGE = PROJECT / "docs/figures.md"
+PAGE = PROJECT / "plan/figures.md"
 TABLE = re.compile(r"(?<=<!-- sizes -->\n).*?(?=<!-- /sizes -->)", re.DOTALL)
 LENGTH = 4096
 GPUS = {1: "single_gpu", 8: "fsdp", 64: "fsdp"}

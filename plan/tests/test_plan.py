@@ -264,7 +264,6 @@ def test_out_of_memory_it_says_what_would_help(text: str, tmp_path: Path) -> Non
     assert "Traceback" not in run.stderr
     assert "out of memory in the step, on a GPU of 1.1 GB, 0.0 GB outside torch: parameters 0.0, " in message
     assert re.search(r"activations [\d.]+; what would help: --activation_checkpointing=true, ", message)
-    assert "python -m plan" in message
 
 
 MEASURED = Measured(

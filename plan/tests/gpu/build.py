@@ -1,5 +1,5 @@
-"""`python -m plan.tests.gpu.build [--null] [--devices=4] COMMAND...` runs COMMAND on emulated GPUs, whose operators the CPU
-computes: the null GPU with emulated_gpu.cpp, compiled here. With --null, they only count kernels."""
+"""`python -m plan.tests.gpu.build [--null] [--devices=4] COMMAND...` runs COMMAND on emulated GPUs, whose operators the
+CPU computes: the null GPU with emulated_gpu.cpp, compiled here. With --null, they only count kernels."""
 
 import argparse
 import os
