@@ -88,9 +88,8 @@ def test_each_link_of_a_page_leads_to_a_file_and_to_one_of_its_headings() -> Non
             assert is_of_github or leads_somewhere(page, target), (page, target)
     for folder in ("src", "plan", "benchmarks", "launchers", "configs", "accelerate_configs", "examples"):
         for file in filter(Path.is_file, PROJECT.glob(f"{folder}/**/*.*")):
-            named = re.findall(
-                r"\b(?:docs|plan)/[\w/-]+\.md\b(?! at )", file.read_text(errors="ignore")
-            )  # at a commit: others'
+            # a page "at" a commit is another project's
+            named = re.findall(r"\b(?:docs|plan)/[\w/-]+\.md\b(?! at )", file.read_text(errors="ignore"))
             assert not [name for name in named if not (PROJECT / name).exists()], file
 
 

@@ -11,7 +11,9 @@ from src.training.gradients import local_gradients, to_local
 from src.training.run import Run
 
 GB = 1e9
-HELP = "what would help: --activation_checkpointing=true, a smaller --micro_batch_size or sequence, FSDP on more GPUs"
+HELP = (
+    "what would help: --activation_checkpointing=true, a smaller --micro_batch_size or sequence, and FSDP on more GPUs"
+)
 
 
 @contextlib.contextmanager
