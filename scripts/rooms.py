@@ -26,7 +26,8 @@ FILES = {
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/ask.py examples/text.mk"
     " examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
-    " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md plan/four_bits.py",
+    " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md plan/four_bits.py"
+    " plan/benchmarks plan/figures.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
     " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",
     "trackers": "src/tracking/accelerate_trackers.py",
