@@ -24,7 +24,7 @@ def build_skeleton(task: Any) -> nn.Module:
     return task.finish(model)
 
 
-def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
+def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
     """Return a parameter that a module registers, on the meta device. Tied ones stay tied; Accelerate's
     init_empty_weights unties them."""
     return parameter if parameter.is_meta else nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)

@@ -114,7 +114,7 @@ def fill_shards(model: PreTrainedModel, files: list[str], device: torch.device) 
     if device.type == "cpu":
         device = torch.device("cpu")  # Accelerate's is cpu:0, to which torch would copy each weight once more
 
-    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
+    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
         # transformers moves offloaded shards to the mesh's device
         return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
 
