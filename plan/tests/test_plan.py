@@ -184,6 +184,12 @@ def test_the_plan_that_is_printed(tmp_path: Path) -> None:
     assert command in run.stdout
 
 
+def test_the_old_command_names_the_new_one(tmp_path: Path) -> None:
+    run = run_command([f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1"], tmp_path, PROJECT)
+    assert run.exit_code == 2
+    assert run.stderr == "src.tools.plan: the command is now python -m plan --gpus 1 8 -- SETTINGS\n"
+
+
 def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     is_served = (sys.platform, platform.machine()) == ("linux", "x86_64")
@@ -195,13 +201,15 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 @needs_text
 @needs_null_gpu
 def test_a_config_alone_is_enough_to_plan(text: str, tmp_path: Path) -> None:
-    """Its tokens are bytes, which is said, and not part of the command to train with. Tried without: one line, that it
-    has no tokenizer."""
+    """Also for 4-bit weights under adapters. Its tokens are bytes, which is said, and not part of the command to train
+    with. Tried without: one line, that it has no tokenizer."""
     config = {"model_type": "llama", "vocab_size": 1000, **SHAPE}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = ["--task.name=causal_lm", f"--task.model={tmp_path}", f"--task.dataset={text}", "--max_steps=1"]
+    settings += ["--task.lora.r=4", "--task.lora.base_dtype=nf4"]
     run = run_command([*PLAN, f"--output={tmp_path}/plan", "--", *settings], tmp_path, PROJECT).succeeded()
     assert f"{tmp_path} has no tokenizer: the plan takes each byte for a token\n" in run.stdout
+    assert "\nfrozen weights in nf4\n" in run.stdout
     assert "tokenizer=bytes" not in run.stdout
     assert "cheapest that fits" in run.stdout
 
