@@ -1,6 +1,6 @@
 """Plan a run before renting GPUs: python -m plan [--gpus 1 8 64] [--gpu h100] -- --config=FILE.yaml …
 
-Everything after -- is passed to train.py. plan/README.md says what is measured, what is estimated and what is left out.
+Everything after -- is passed to train.py. plan/README.md explains the measurements, the estimates and their limits.
 """
 
 import argparse

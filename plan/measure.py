@@ -52,7 +52,7 @@ Peaks = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured: a run under one accelerate yaml, on a number of GPUs."""
+    """A run under one accelerate yaml, on a number of GPUs."""
 
     arguments: tuple[str, ...]
     """Arguments of train.py."""
@@ -70,7 +70,7 @@ class Setup:
 
 @dataclass(kw_only=True)
 class Measured:
-    """The measurements of a Setup. Bytes are those of one process."""
+    """The measurements of a Setup. Bytes are counted on one process."""
 
     strategy: str
     micro_batch: int
@@ -86,10 +86,11 @@ class Measured:
     total_steps: int
     memory: Peaks
     parts: dict[str, int]
-    """The step's bytes by what they hold: parameters, gradients, optimizer."""
+    """The step's bytes by kind: parameters, gradients, optimizer."""
     work: dict[str, float]
-    """What Work counts in a step, and its `kernels` and `host_seconds` on this machine."""
-    notes: list[str]
+    """Counts of Work for a step, and its `kernels` and `host_seconds` on this machine."""
+    optimizations: list[str]
+    """The choices made for this device and dtype."""
 
 
 def environment_for(gpu: Gpu) -> dict[str, str]:
@@ -152,8 +153,8 @@ def build_without_values(config: Config) -> Run:
 
 
 def measure(setup: Setup, share: float) -> Measured:
-    """Measure what the run needs on its first process, and which micro-batches fit into this share of the GPU's memory.
-    Call it in a process of its own: it changes global state for good.
+    """Measure the run's first process, and find the micro-batches that fit into this share of the GPU's memory. Call it
+    in a process of its own: it changes global state for good.
 
     Raises:
         torch.OutOfMemoryError: micro-batches fit by the sum of their bytes, but not once memory is fragmented.
@@ -166,7 +167,7 @@ def measure(setup: Setup, share: float) -> Measured:
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
     os.environ["TERM"] = "dumb"  # no bars below the plan's own
     gc.disable()  # reference cycles keep memory of DDP's first steps until a collection happens to run: count it
-    gc.freeze()  # explicit collections can skip what is there by now
+    gc.freeze()  # explicit collections can skip the objects of now
     torch.backends.cuda.enable_cudnn_sdp(False)  # the null GPU has no cuDNN; flash attention takes as much memory
     if launched.use_fsdp or launched.multi_gpu:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(setup.gpus), "TORCHELASTIC_RUN_ID": "none"}
@@ -231,7 +232,7 @@ class Trial:
             memory=memory,
             parts=parts,
             work=self._work(),
-            notes=run.metadata["optimizations"],
+            optimizations=run.metadata["optimizations"],
         )
 
     def _largest(self, share: float) -> int:
@@ -282,7 +283,7 @@ class Trial:
         run.model.zero_grad()
 
     def _work(self) -> dict[str, float]:
-        """Return the work of a step: that of its first micro-batch, plus, for each further one, what a second adds."""
+        """Return the work of a step: of its first micro-batch, plus the increment of a second for each further one."""
         total = len(self._micro_batches)
         one = more = self._work_of(1)
         if total > 1 and not self._is_offloaded:

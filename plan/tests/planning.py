@@ -37,7 +37,7 @@ def setup(yaml: str, gpus: int, arguments: Iterable[str], cp_size: int = 1) -> S
 
 
 def measured(*setups: Setup) -> list[dict[str, Any]]:
-    """What `explore` finds out about each, as JSON."""
+    """The results of `explore` for each, as JSON."""
     program = "from plan.tests.planning import main; main()"
     content = json.dumps([asdict(setup) | {"gpu": setup.gpu.model_dump()} for setup in setups])
     how: dict[str, Any] = {"cwd": PROJECT, "env": clean_environment(**environment_for(H100)), "timeout": SECONDS}
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def print_megabytes_sent(arguments: list[str]) -> None:
-    """What the first process of a run on CPUs sends in its first step."""
+    """Print the megabytes that the first process of a run on CPUs sends in its first step."""
     run = build(run_settings(arguments))
     assert run
     micro_batches, counts = next(CountedSteps(training_steps(run, 0), StopSignal(run.accelerator, run.config)))

@@ -41,7 +41,7 @@ gpus.TABLE = pathlib.Path(sys.argv[1])
 __main__.main(sys.argv[2:])
 """
 """The plan, with another table of GPUs."""
-TELL = """
+RECORD_SIZES = """
 import json, os, src.training.gradients
 from torch.distributed.tensor import DTensor
 
@@ -50,7 +50,7 @@ step = src.training.gradients.step_if_finite
 def size(tensors):
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
-def told(optimizers, norm):
+def recorded(optimizers, norm):
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     sizes = {"parameters": size(parameters), "gradients": size(p.grad for p in parameters)}
     step(optimizers, norm)
@@ -59,9 +59,9 @@ def told(optimizers, norm):
     if os.environ["RANK"] == "0":
         open(os.environ["SIZES"], "w").write(json.dumps(sizes))
 
-src.training.gradients.step_if_finite = told
+src.training.gradients.step_if_finite = recorded
 """
-"""Has the first process of a run write down how many bytes of tensors it holds."""
+"""Code with which the first process of a run records how many bytes of tensors it holds."""
 
 
 UNCOUNTED = """
@@ -94,7 +94,7 @@ def of_digits(folder: Path, yaml: str, gpus: int) -> Setup:
 
 @pytest.fixture
 def plan(shared: Path, tmp_path: Path, text: str) -> Callable[[str, int], Any]:
-    """What is found under a yaml, on so many GPUs. What `make test` asks is measured in one process for all tests."""
+    """The measurements under a yaml, on so many GPUs. `make test` makes all of its own in one process."""
     asked = {}
     if (PROJECT / "src/tasks/text").exists():
         short, long = (llama(text, length, batch, num_key_value_heads=4) for length, batch in ((512, 4), (2048, 1)))
@@ -147,7 +147,7 @@ def test_the_8b_of_a_table(text: str) -> None:
 def test_a_run_holds_what_the_plan_says(launch: Launch, tmp_path: Path, plan: Plan, yaml: str, processes: int) -> None:
     """Parameters, gradients and, but for offload, optimizer state of its first process, within 1%."""
     sizes = tmp_path / "sizes.json"
-    launch(yaml, *DIGITS, "--max_steps=1", processes=processes, before=TELL, SIZES=str(sizes)).succeeded()
+    launch(yaml, *DIGITS, "--max_steps=1", processes=processes, before=RECORD_SIZES, SIZES=str(sizes)).succeeded()
     found, planned = json.loads(sizes.read_text()), plan(yaml, processes)
     for name in ("parameters", "gradients", *(() if yaml == "fsdp_offload" else ("optimizer",))):
         assert planned["parts"][name] == pytest.approx(found[name], rel=0.01), name
@@ -167,7 +167,7 @@ def test_processes_send_what_a_run_sends(launch: Launch, tmp_path: Path, plan: P
 @needs_null_gpu
 def test_what_a_plan_says_of_the_data(plan: Plan) -> None:
     """That a batch doesn't divide, and of a step of 2,048 digits that there are 1,438."""
-    assert plan("single_gpu", 1)["notes"] == []
+    assert plan("single_gpu", 1)["optimizations"] == []
     says = "global_batch_size=8: not a multiple of 1 (micro_batch_size) x 3 processes = 3"
     assert str(plan("ddp", 3)).startswith(says)
     assert (plan("ddp", 2, "many")["largest"], plan("ddp", 2, "many")["accumulation"]) == (512, 719)
@@ -282,7 +282,7 @@ MEASURED = Measured(
         "sent within": 40e9, "collectives within": 100, "sent between": 8e9, "collectives between": 10,
         "awaited sent within": 4e9, "awaited collectives within": 20,
     },
-    notes=[],
+    optimizations=[],
 )  # fmt: skip
 
 
