@@ -39,8 +39,8 @@ FILES = {
     " tests/test_examples.py tests/test_optuna_sweep.py tests/text/test_examples.py",
     "template": "scripts/new* scripts/stubs scripts/take_pictures.py tests/check tests/faults tests/machines"
     " tests/text tests/test_*.py tests/mirror_kills.py tests/s3.py tests/tasks.py plan/tests plan/gpu.mk plan/gpu.md"
-    " src/tools/plan.py .github/ISSUE_TEMPLATE .github/workflows/locked.yml .ci CITATION.cff CONTRIBUTING.md SECURITY.md"
-    " docs/accelerate.md docs/promises.md docs/report.png docs/run.svg uv.lock",
+    " src/tools/plan.py .github/ISSUE_TEMPLATE .github/workflows/locked.yml .ci CITATION.cff CONTRIBUTING.md"
+    " SECURITY.md docs/accelerate.md docs/promises.md docs/report.png docs/run.svg uv.lock",
 }
 """The files and folders of each room."""
 ABOUT = {
