@@ -29,8 +29,8 @@ def arrows(file: Path) -> Iterator[tuple[str, str, bool]]:
 
 
 def test_no_import_leads_up_or_hides_in_a_function() -> None:
-    """Tried in src/config/errors.py with `from src.training.score import score`, with an import in a function, and with
-    `import plan.work`."""
+    """Tried in src/config/errors.py with `from src.training.score import score`, with an import in a function, and in
+    src/tools/evaluate.py with `from plan.gpus import Gpu`."""
     src = PROJECT / "src"
     assert {path.name for path in src.iterdir()} - {"__init__.py", "__pycache__"} <= FLOORS.keys()
     for file in src.rglob("*.py"):
