@@ -52,7 +52,7 @@ test-oldest:  ## run the same tests with the oldest versions allowed
 	@UV_RESOLUTION=lowest-direct $(MAKE) --no-print-directory test VENV=.venv-oldest
 
 testall: setup  ## run all tests, the slow ones too: two hours
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=tests/gpu -n logical --maxprocesses=4 \
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=plan/tests/gpu -n logical --maxprocesses=4 \
 		--dist=worksteal $(ARGS)
 
 test-machines: setup  ## run the multi-machine tests, as root, with Slurm  # room: machines
@@ -69,7 +69,8 @@ format: setup  ## fix lint and formatting where possible
 
 -include examples/text.mk  # make chat, make classify
 -include benchmarks/bench.mk  # make bench, make bench-check
--include tests/gpu.mk  # make test-gpu
+-include benchmarks/gpu.mk  # make prove-gpu
+-include plan/gpu.mk  # make test-gpu
 -include scripts/new.mk  # make new
 
 clean:  ## remove .venv, .venv-oldest and caches, not runs or data

@@ -9,7 +9,7 @@ DIR/MNIST/raw; without it, random images take its place, and accuracy is not ask
 
     python -m benchmarks.gpu --smoke
 
-tries each line with tiny models, also on an emulated GPU (tests/gpu/build.py): its speeds mean nothing.
+tries each line with tiny models, also on an emulated GPU (plan/tests/gpu/build.py): its speeds mean nothing.
 """
 
 import argparse
@@ -35,12 +35,12 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import null_gpu
 from benchmarks.gpu_forked import HIDDEN, Act, Forked, fork, peaks
 from benchmarks.gpu_right import NEEDS, OPTIONAL, RIGHT, SETTINGS, Bench, Finding, Measure
 from benchmarks.language import Plan, write_text
 from benchmarks.pairs import drift
 from benchmarks.runs import NEVER, PROJECT, Side, arguments, running, train_py, write_images
+from plan import null_gpu
 from src.config.errors import cause
 from src.tracking.performance import peak_flops
 from tests.warm_ranks import warm
@@ -167,19 +167,19 @@ def parameters_of(run: Forked) -> int:
 
 
 def beside_the_plan(bench: LargeBench) -> Iterator[Finding]:
-    """What src.tools.plan has found out on a null GPU about the same run."""
+    """What the plan has found out on a null GPU about the same run."""
     if reason := null_gpu.reason_to_skip():
         raise ModuleNotFoundError(reason)
     found = bench.ended("large").found
     settings = bench.large_settings() | {"output_dir": bench.folder / "planned"}
-    words = [sys.executable, "-m", "src.tools.plan", "--gpus=1", f"--output={bench.folder}/plan"]
+    words = [sys.executable, "-m", "plan", "--gpus=1", f"--output={bench.folder}/plan"]
     words += ["--yamls", "single_gpu", "--", *arguments(settings)]
     here = {name: value for name, value in os.environ.items() if not name.startswith(("NULL_GPU", "LD_PRELOAD"))}
     left = max(1.0, bench.deadline - time.monotonic())
     how: Any = {"capture_output": True, "text": True, "env": here, "cwd": PROJECT, "timeout": left}
     done = subprocess.run(words, **how)
     if done.returncode:
-        raise RuntimeError(f"src.tools.plan: {done.stderr.strip()}")
+        raise RuntimeError(f"python -m plan: {done.stderr.strip()}")
     (file,) = (bench.folder / "plan").glob("*/plan.json")
     (planned,) = json.loads(file.read_text())
     phases = [planned["measured"]["memory"][phase] for phase in ("load", "step")]
@@ -255,7 +255,7 @@ def mnist_fast(bench: LargeBench) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------------- the proof
 MEASURED: list[tuple[str, int, Measure]] = [
     ("the large Llama, eager: 20 steps of 0.9 s, and its start", 45, llama_eager),
-    ("the same run by src.tools.plan", 30, beside_the_plan),
+    ("the same run by the plan", 30, beside_the_plan),
     ("MNIST: 14 epochs", 40, mnist_fast),
     ("the large Llama, compiled: 60 s to compile, and 20 steps of 0.7 s", 100, llama_compiled),
     ("the large Llama by transformers' Trainer", 60, llama_by_trainer),

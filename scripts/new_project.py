@@ -31,10 +31,10 @@ from new_questions import (
 )
 from rooms import ABOUT, remove_marks, throw_out
 
-ALWAYS = ("benchmarks", "course", "examples", "gpu", "template")
+ALWAYS = ("benchmarks", "course", "examples", "template")
 """The rooms that no new project has."""
 PAGES = (
-    "running", "stopping-and-resuming", "tracking", "check", "machines", "plan", "transformers", "streaming",
+    "running", "stopping-and-resuming", "tracking", "check", "machines", "transformers", "streaming",
     "after-training",
 )  # fmt: skip
 """The pages that it has, if their rooms stay."""

@@ -17,37 +17,37 @@ from pathlib import Path
 FILES = {
     "check": "src/check tests/check tests/text/test_check.py tests/text/split_faults.py docs/check.md",
     "cpu": "src/distributed/cpu.py",
-    "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu*.py .github/ISSUE_TEMPLATE/gpu.yml",
     "machines": "src/distributed/machines.py src/checkpoint/mirror.py launchers tests/machines tests/test_mirror.py"
     " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
-    "plan": "src/tools/plan tests/test_plan.py tests/planning.py docs/plan.md benchmarks/sizes.py"
-    " benchmarks/published.py benchmarks/h100_96gb.yaml",
+    "plan": "plan src/tools/plan.py benchmarks/gpu* .github/ISSUE_TEMPLATE/gpu.yml",
     "report": "src/tracking/report.* src/tracking/plots.* tests/test_report.py docs/report.png",
     "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
     "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/ask.py examples/text.mk"
     " examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
-    " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md",
+    " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md plan/four_bits.py"
+    " plan/benchmarks plan/figures.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
     " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",
     "trackers": "src/tracking/accelerate_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/wandb.py sweeps",
-    "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py tests/gpu/test_benchmark.py",
+    "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py plan/benchmarks plan/figures.md"
+    " plan/tests/gpu/test_benchmark.py",
     "course": "docs/learn tests/test_learn.py",
     "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml"
     " tests/test_examples.py tests/test_optuna_sweep.py tests/text/test_examples.py",
-    "template": "scripts/new* scripts/stubs scripts/take_pictures.py tests/check tests/faults tests/gpu tests/gpu.mk"
-    " tests/machines tests/text tests/test_*.py tests/mirror_kills.py tests/planning.py tests/s3.py tests/tasks.py"
-    " .github/ISSUE_TEMPLATE .github/workflows/locked.yml .ci CITATION.cff CONTRIBUTING.md SECURITY.md"
-    " docs/accelerate.md docs/promises.md docs/report.png docs/run.svg uv.lock",
+    "template": "scripts/new* scripts/stubs scripts/take_pictures.py tests/check tests/faults tests/machines"
+    " tests/text tests/test_*.py tests/mirror_kills.py tests/s3.py tests/tasks.py plan/tests plan/gpu.mk plan/gpu.md"
+    " src/tools/plan.py .github/ISSUE_TEMPLATE .github/workflows/locked.yml .ci CITATION.cff CONTRIBUTING.md"
+    " SECURITY.md docs/accelerate.md docs/promises.md docs/report.png docs/run.svg uv.lock",
 }
 """The files and folders of each room."""
 ABOUT = {
     "check": "--check: is a run correct?",
     "cpu": "faster training on CPUs",
     "machines": "several machines, Slurm, Kubernetes, a mirror of the checkpoints",
-    "plan": "python -m src.tools.plan: will it fit, how long will it take, what will it cost?",
+    "plan": "python -m plan: will it fit, how long will it take, what will it cost?",
     "report": "report.html, a page about each run",
     "streaming": "text that is read while training, for more than fits on a disk",
     "text": "language models and text classifiers, with transformers",
@@ -57,7 +57,6 @@ ABOUT = {
 }
 """What the rooms do that `make new` offers to leave out. It leaves out the others in any case."""
 SHARED = {
-    "null_gpu": {"gpu", "plan"},
     "src/tracking/guard.py": {"wandb", "trackers"},
     "tests/test_trackers.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},
@@ -248,7 +247,7 @@ def files(project: Path) -> list[Path]:
 
 def pages(project: Path) -> list[Path]:
     """Return the pages, which can have marked sections."""
-    return sorted([*project.glob("*.md"), *project.glob("docs/**/*.md")])
+    return sorted([*project.glob("*.md"), *project.glob("docs/**/*.md"), *project.glob("plan/*.md")])
 
 
 def delete(path: Path) -> None:

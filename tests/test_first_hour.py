@@ -140,7 +140,7 @@ def test_what_is_printed_in_the_first_hour_works_as_printed(tmp_path: Path) -> N
 
 
 # --------------------------------------------------------------------------------------------- what the pages show
-PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/**/*.md"))]
+PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/**/*.md")), *sorted(PROJECT.glob("plan/*.md"))]
 SHELL = ("sh", "bash", "console")
 """Languages of blocks in which each line is a command; elsewhere, those are that begin with a program of PROGRAMS."""
 OTHERS = {
@@ -152,7 +152,7 @@ THEIRS = re.compile(r"^python (-m venv|llama\.cpp/)")
 """What is somebody else's that Python runs."""
 NOT_HERE = re.compile(r"task\.\w+=\S+: no such file or folder")
 """A mistake in the settings of a page that is none where its reader has the data."""
-FOLDERS = "accelerate_configs|benchmarks|configs|docs|examples|launchers|scripts|src|sweeps|tests"
+FOLDERS = "accelerate_configs|benchmarks|configs|docs|examples|launchers|plan|scripts|src|sweeps|tests"
 
 
 @dataclass
@@ -253,7 +253,7 @@ def python(rest: list[str], words: list[str]) -> None:
         assert {*arguments} <= FILES.keys(), words
     elif "ArgumentParser" in file.read_text():
         parsed = parse(file, arguments)
-        if name == "src.tools.plan":
+        if name == "plan":
             settings(parsed.options.arguments, words)
         elif name == "src.tools.evaluate":
             mistakes: list[str] = []

@@ -21,6 +21,7 @@ TARGETS = {
     for file in (PROJECT / "Makefile", *PROJECT.glob("*/*.mk"))
     for target in re.findall(r"^([a-z-]+):", file.read_text(), re.MULTILINE)
 }
+TESTS = [*PROJECT.glob("tests/**/test_*.py"), *PROJECT.glob("plan/tests/**/test_*.py")]
 
 
 def read(name: str) -> str:
@@ -33,14 +34,14 @@ def find(pattern: str, name: str) -> list[Any]:
 
 def test_make_targets_that_the_pages_name_exist() -> None:  # room: template
     """Tried with `make tests` in CONTRIBUTING.md."""
-    for page in (*PROJECT.glob("*.md"), *PROJECT.glob("docs/**/*.md")):
+    for page in pages(PROJECT):
         called = find(r"(?:`|^ *)make ([a-z-]+)(?=`|  | [A-Z]+=|$)", str(page))
         assert set(called) <= TARGETS, page
 
 
 def test_files_and_tests_that_the_guides_name_exist() -> None:  # room: template
     """Tried with src/optimizers.py, with a link to docs/setting.md and with `-k setting_up`."""
-    tests = " ".join(path.name for path in PROJECT.glob("tests/**/test_*.py"))
+    tests = " ".join(path.name for path in TESTS)
     for guide in ("AGENTS.md", "CONTRIBUTING.md"):
         text = re.sub(r"\[[^]]*\]\(|\.venv/bin/", " ", read(guide))  # of a link, only its target
         paths = re.findall(r"[\w.-]+/[\w./-]*\w|\w+\.(?:md|py|txt)\b", text)
@@ -71,9 +72,9 @@ def test_the_readme_is_short_and_shows_the_step_as_it_is() -> None:  # room: tem
 
 def test_each_page_asks_one_question_and_begins_with_an_example() -> None:  # room: template
     """Tried with a title that is none, and with a command that comes later."""
-    pages = [*PROJECT.glob("docs/*.md")]
-    assert 0 < len(pages) <= 14
-    for page in pages:
+    asked = [*PROJECT.glob("docs/*.md"), *PROJECT.glob("plan/*.md")]
+    assert 0 < len(asked) <= 15
+    for page in asked:
         title, *lines = page.read_text().splitlines()[:10]
         assert re.fullmatch(r"# [^?]+\?", title), page
         assert any(line.startswith(("```", "    ")) for line in lines), page
@@ -85,17 +86,18 @@ def test_each_link_of_a_page_leads_to_a_file_and_to_one_of_its_headings() -> Non
         for _, target in LINK.findall(page.read_text()):
             is_of_github = re.match(r"(\.\./)+(actions|generate|issues)\b", target)
             assert is_of_github or leads_somewhere(page, target), (page, target)
-    for folder in ("src", "benchmarks", "launchers", "configs", "accelerate_configs", "examples"):
+    for folder in ("src", "plan", "benchmarks", "launchers", "configs", "accelerate_configs", "examples"):
         for file in filter(Path.is_file, PROJECT.glob(f"{folder}/**/*.*")):
-            named = re.findall(r"\bdocs/[\w/-]+\.md\b(?! at )", file.read_text(errors="ignore"))  # at a commit: others'
+            # a page "at" a commit is another project's
+            named = re.findall(r"\b(?:docs|plan)/[\w/-]+\.md\b(?! at )", file.read_text(errors="ignore"))
             assert not [name for name in named if not (PROJECT / name).exists()], file
 
 
 def test_each_promise_names_tests_that_exist() -> None:  # room: template
     """In the files that its row links to. Tried with a test renamed, one in another file, and a row renamed."""
-    every = [str(path) for path in PROJECT.glob("tests/**/test_*.py")]
+    every = [*map(str, TESTS)]
     for cell in find(r"\|([^|]*)\|$", "docs/promises.md"):
-        files = re.findall(r"\]\(\.\./(tests/[^)]+\.py)\)", cell) or every
+        files = re.findall(r"\]\(\.\./((?:plan/)?tests/[^)]+\.py)\)", cell) or every
         tests = "\n".join(map(read, files))
         for name, row in re.findall(r"`([a-z0-9_]{8,})(?:\[(.+?)\])?`", cell):
             assert re.search(rf"def test_\w*{name}", tests), (name, cell)
@@ -114,8 +116,8 @@ def test_each_test_is_in_one_part_of_the_nightly_run() -> None:
     """Tried without `make testall ARGS=tests/faults`, and with a part twice."""
     parts = find(r"make testall ARGS='?([^\s']+)", ".github/workflows/test.yml")
     files = [file for part in parts for path in PROJECT.glob(part) for file in (*path.glob("**/test_*.py"), path)]
-    elsewhere = {*PROJECT.glob("tests/gpu/test_*.py"), *PROJECT.glob("tests/machines/test_*.py")}
-    expected = {*PROJECT.glob("tests/**/test_*.py")} - elsewhere
+    elsewhere = {*PROJECT.glob("plan/tests/gpu/test_*.py"), *PROJECT.glob("tests/machines/test_*.py")}
+    expected = {*TESTS} - elsewhere
     assert sorted(file for file in files if file.is_file()) == sorted(expected)
 
 

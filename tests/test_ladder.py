@@ -13,22 +13,29 @@ FLOORS = {
 """Those that are there in every copy: the others are rooms."""
 
 
-def arrows(file: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the folder of src that each import of the file comes from, and whether it is at the file's top."""
+BESIDE = {"plan", "benchmarks", "examples", "tests", "scripts"}
+"""Programs beside src, which src does not know."""
+
+
+def arrows(file: Path) -> Iterator[tuple[str, str, bool]]:
+    """Yield the package and, in src, the folder that each import of the file comes from, and whether it is at the
+    file's top."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for name in node.names:
                 package, *inner = f"{getattr(node, 'module', name.name)}.{name.name}".split(".")
-                yield inner[0] if package == "src" else "", node in tree.body
+                yield package, inner[0] if package == "src" else "", node in tree.body
 
 
 def test_no_import_leads_up_or_hides_in_a_function() -> None:
-    """Tried in src/config/errors.py with `from src.training.score import score`, and with an import in a function."""
+    """Tried in src/config/errors.py with `from src.training.score import score`, with an import in a function, and in
+    src/tools/evaluate.py with `from plan.gpus import Gpu`."""
     src = PROJECT / "src"
     assert {path.name for path in src.iterdir()} - {"__init__.py", "__pycache__"} <= FLOORS.keys()
     for file in src.rglob("*.py"):
         folder = file.relative_to(src).parts[0]
-        for other, is_at_top in arrows(file):
+        for package, other, is_at_top in arrows(file):
+            assert package not in BESIDE, f"{file} imports from {package}, which stands beside src"
             assert is_at_top, f"{file} imports inside a function or a condition"
             assert other in ("", folder) or FLOORS[other] < FLOORS[folder], f"{file} imports from {other}, not below it"

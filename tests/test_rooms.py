@@ -42,6 +42,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def code(folder: Path) -> list[str]:
+    return [name for name in ("train.py", "src", "plan", "tests") if (folder / name).exists()]
+
+
 def require_that_it_works(launch: Launch, folder: Path, *arguments: str) -> None:
     """Train, import the tests that are left, and look for imports that nobody needs any more."""
     run = launch("ddp", "--max_steps=2", "--log_every=1", *arguments, project=folder, processes=2).succeeded()
@@ -52,7 +56,7 @@ def require_that_it_works(launch: Launch, folder: Path, *arguments: str) -> None
     none = pytest.ExitCode.NO_TESTS_COLLECTED  # they are of the room `template`
     assert collected.exit_code == (0 if [*folder.glob("tests/test_*.py")] else none), collected.stdout[-3000:]
     for check in (["check"], ["format", "--check"]):
-        command = [str(BIN / "ruff"), *check, "--no-cache", "train.py", "src", "tests"]
+        command = [str(BIN / "ruff"), *check, "--no-cache", *code(folder)]
         linted = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert linted.returncode == 0, linted.stdout
 
@@ -96,7 +100,7 @@ def test_nothing_names_what_goes_with_a_room(tmp_path: Path) -> None:
     for room in ROOMS:
         copy = shutil.copytree(whole, tmp_path / room)
         throw_out({room}, copy)
-        command = [str(BIN / "ruff"), "check", "--no-cache", "train.py", "src", "tests"]
+        command = [str(BIN / "ruff"), "check", "--no-cache", *code(copy)]
         linted = subprocess.run(command, cwd=copy, capture_output=True, text=True)
         assert linted.returncode == 0, (room, linted.stdout)
         shutil.rmtree(copy)

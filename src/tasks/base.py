@@ -3,8 +3,7 @@
 import copy
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +16,6 @@ from accelerate.utils import recursively_apply
 from huggingface_hub import load_torch_model, save_torch_state_dict
 from pydantic import PrivateAttr
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import default_collate
 
 from src.config.errors import as_user_error
@@ -234,13 +232,6 @@ class Task(TaskSettings):
         `model` is as `build_model` returned it, or sharded. Don't wait for the device."""
         return 0.0
 
-    def build_skeleton(self) -> nn.Module:
-        """Return the model with parameters on the meta device, reading no weights, to plan a run. Raise a UserError if
-        it cannot be built that way."""
-        on_meta = parameters_on(torch.device("meta"))
-        with on_meta, as_user_error("its model reads values that a plan does not have, ", RuntimeError):
-            return self.build_model()
-
     def build_empty_model(self) -> tuple[nn.Module, FillWeights] | None:
         """Return the model with parameters on the meta device, for FSDP to shard, and a function that then fills them
         with the values of `build_model`; None if every process can hold the whole model, as `build_model` returns
@@ -271,23 +262,6 @@ class Task(TaskSettings):
         with as_user_error(says):
             load_torch_model(model, folder, strict=True)
         return model
-
-
-@contextmanager
-def parameters_on(device: torch.device) -> Iterator[None]:
-    """Make modules register their parameters on this device. Tied parameters stay tied; Accelerate's init_empty_weights
-    unties them on the meta device."""
-
-    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
-        if parameter.device == device or not parameter.is_floating_point():  # such as 4-bit weights
-            return parameter
-        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(moved)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def num_weights(parameter: nn.Parameter) -> int:

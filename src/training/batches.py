@@ -249,7 +249,7 @@ def _on_device(run: Run, steps: Steps) -> Steps:
         return steps
     copied = map(partial(_copy_step, device=run.device), steps)
     if run.config.cuda_graphs:
-        # a replay takes the host 0.17 ms (docs/gpu.md), less than a second thread waits for the interpreter
+        # a replay takes the host 0.17 ms, less than a second thread waits for the interpreter
         return copied
     # 10.3 ms a step instead of 12.2, where collating 4 x 4,096 packed tokens takes 2.0 ms (docs/figures.md)
     return in_background(copied)

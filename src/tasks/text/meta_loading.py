@@ -15,6 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
@@ -24,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from src.tasks.base import Tensors, parameters_on
+from src.tasks.base import Tensors
 
 ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
 """peft's names for a classifier's head as it was, and for its copy, which is trained without adapters."""
@@ -112,7 +113,12 @@ def fill_shards(model: PreTrainedModel, files: list[str], device: torch.device) 
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     if device.type == "cpu":
         device = torch.device("cpu")  # Accelerate's is cpu:0, to which torch would copy each weight once more
-    with parameters_on(device):  # transformers moves offloaded shards to the mesh's device
+
+    def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
+        # transformers moves offloaded shards to the mesh's device
+        return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+
+    with register_module_parameter_registration_hook(moved):
         _convert(_WithoutAdapters(model), _slices(files), device)
     # with fewer rows, such as experts, than processes, some processes have none: transformers reads nothing for them
     parameters: dict[str, Any] = dict(model.named_parameters())

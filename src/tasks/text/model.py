@@ -19,8 +19,7 @@ import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, get_int_from_env
+from accelerate.utils import get_int_from_env
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from tokenizers import AddedToken
@@ -39,15 +38,13 @@ from transformers import (
     PreTrainedTokenizerFast,
     logging,
 )
-from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import align_special_tokens
 
 from src.config.errors import UserError, as_user_error, cause, listed, raise_if_any
 from src.config.requirements import missing_requirements
 from src.config.settings import flatten, nearest
-from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
+from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading
 from src.tasks.text.meta_loading import (
@@ -209,19 +206,6 @@ def four_bit_options(config: PreTrainedConfig, compute_dtype: torch.dtype) -> di
         stored["bnb_4bit_compute_dtype"] = compute_dtype
         return options
     return options | {"quantization_config": four_bits(compute_dtype)}
-
-
-def give_four_bits(model: Any) -> None:  # room: plan
-    """Replace a model's linear layers, except for the output, with 4-bit layers on the GPU, without values. Raise a
-    UserError where `load_model` would."""
-    require_four_bits(AcceleratorState().distributed_type == DistributedType.FSDP)
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), four_bits(torch.bfloat16))
-    for layer in model.modules():
-        weight: Any = getattr(layer, "weight", None)
-        if getattr(weight, "quant_type", None):
-            dense = torch.empty(layer.out_features, layer.in_features, dtype=torch.bfloat16)
-            packed = type(weight)(dense, requires_grad=False, quant_type="nf4", compress_statistics=True)
-            layer.weight = packed.to(AcceleratorState().device)
 
 
 def keep_layout(model: Any) -> None:
@@ -492,13 +476,6 @@ class FineTuning(TextTask):
         if self.model and self.base_dtype != "nf4":  # these are loaded one tensor at a time
             self._require_memory()
         return self.finish(self.load_model())
-
-    def build_skeleton(self) -> Any:  # room: plan
-        with parameters_on(torch.device("meta")):
-            model = self.model_from_config()
-        if self.base_dtype == "nf4":
-            give_four_bits(model)
-        return self.finish(model)
 
     def build_empty_model(self) -> tuple[Any, FillWeights] | None:
         if self.base_dtype == "nf4":

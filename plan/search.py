@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from plan.gpus import Gpu
+from plan.measure import Measured, Setup, measure
 from src.config.errors import UserError, cause
-from src.tools.plan.gpus import Gpu
-from src.tools.plan.measure import Measured, Setup, measure
 
 YAMLS = ("single_gpu", "ddp", "fsdp_grad_op", "fsdp", "hsdp", "fsdp_offload")
 """The strategies that are tried by default."""

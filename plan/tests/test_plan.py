@@ -14,35 +14,34 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-import null_gpu
-from null_gpu import null_environment
+from plan import null_gpu, search
+from plan.__main__ import main
+from plan.estimate import seconds_of
+from plan.gpus import Gpu, find_gpu
+from plan.measure import Measured, Setup, environment_for, highest
+from plan.null_gpu import null_environment
+from plan.search import Row, explore, setups
+from plan.show import recommendation, table
+from plan.tests.planning import H100, SHAPE, llama, measured, setup
 from src.config.config import load_config
 from src.config.errors import UserError, raise_if_any
 from src.tasks import TASKS
-from src.tools.plan import search
-from src.tools.plan.__main__ import main
-from src.tools.plan.estimate import seconds_of
-from src.tools.plan.gpus import Gpu, find_gpu
-from src.tools.plan.measure import Measured, Setup, environment_for, highest
-from src.tools.plan.search import Row, explore, setups
-from src.tools.plan.show import recommendation, table
 from tests.launching import BIN, PROJECT, QUIET, Launch, needs, run_command, slow
-from tests.planning import H100, SHAPE, llama, measured, setup
 
 needs_text = needs("src/tasks/text/causal_lm.py")
 needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
 DIGITS = ("--task.source=digits", "--global_batch_size=8", "--micro_batch_size=1", *QUIET)
 Plan = Callable[..., Any]
-PLAN = (f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1", "--yamls", "single_gpu")
+PLAN = (f"{BIN}/python", "-m", "plan", "--gpus", "1", "--yamls", "single_gpu")
 WITH_A_TABLE = """
 import pathlib, sys
-from src.tools.plan import __main__, gpus
+from plan import __main__, gpus
 
 gpus.TABLE = pathlib.Path(sys.argv[1])
 __main__.main(sys.argv[2:])
 """
 """The plan, with another table of GPUs."""
-TELL = """
+RECORD_SIZES = """
 import json, os, src.training.gradients
 from torch.distributed.tensor import DTensor
 
@@ -51,7 +50,7 @@ step = src.training.gradients.step_if_finite
 def size(tensors):
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
-def told(optimizers, norm):
+def recorded(optimizers, norm):
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     sizes = {"parameters": size(parameters), "gradients": size(p.grad for p in parameters)}
     step(optimizers, norm)
@@ -60,9 +59,9 @@ def told(optimizers, norm):
     if os.environ["RANK"] == "0":
         open(os.environ["SIZES"], "w").write(json.dumps(sizes))
 
-src.training.gradients.step_if_finite = told
+src.training.gradients.step_if_finite = recorded
 """
-"""Has the first process of a run write down how many bytes of tensors it holds."""
+"""Code with which the first process of a run records how many bytes of tensors it holds."""
 
 
 UNCOUNTED = """
@@ -95,7 +94,7 @@ def of_digits(folder: Path, yaml: str, gpus: int) -> Setup:
 
 @pytest.fixture
 def plan(shared: Path, tmp_path: Path, text: str) -> Callable[[str, int], Any]:
-    """What is found under a yaml, on so many GPUs. What `make test` asks is measured in one process for all tests."""
+    """The measurements under a yaml, on so many GPUs. `make test` makes all of its own in one process."""
     asked = {}
     if (PROJECT / "src/tasks/text").exists():
         short, long = (llama(text, length, batch, num_key_value_heads=4) for length, batch in ((512, 4), (2048, 1)))
@@ -148,7 +147,7 @@ def test_the_8b_of_a_table(text: str) -> None:
 def test_a_run_holds_what_the_plan_says(launch: Launch, tmp_path: Path, plan: Plan, yaml: str, processes: int) -> None:
     """Parameters, gradients and, but for offload, optimizer state of its first process, within 1%."""
     sizes = tmp_path / "sizes.json"
-    launch(yaml, *DIGITS, "--max_steps=1", processes=processes, before=TELL, SIZES=str(sizes)).succeeded()
+    launch(yaml, *DIGITS, "--max_steps=1", processes=processes, before=RECORD_SIZES, SIZES=str(sizes)).succeeded()
     found, planned = json.loads(sizes.read_text()), plan(yaml, processes)
     for name in ("parameters", "gradients", *(() if yaml == "fsdp_offload" else ("optimizer",))):
         assert planned["parts"][name] == pytest.approx(found[name], rel=0.01), name
@@ -158,7 +157,7 @@ def test_a_run_holds_what_the_plan_says(launch: Launch, tmp_path: Path, plan: Pl
 @pytest.mark.parametrize(("yaml", "processes"), [("ddp", 2), slow("fsdp", 2), slow("hsdp", 4)])
 def test_processes_send_what_a_run_sends(launch: Launch, tmp_path: Path, plan: Plan, yaml: str, processes: int) -> None:
     arguments = [*DIGITS, f"--output_dir={tmp_path}/run"]
-    run = launch(yaml, *arguments, script="tests/planning.py", processes=processes).succeeded()
+    run = launch(yaml, *arguments, script="plan/tests/planning.py", processes=processes).succeeded()
     (sent,) = re.findall(r"([\d.]+) MB sent", run.stdout)
     work = plan(yaml, processes)["work"]
     megabytes = (work["sent within"] + work.get("sent between", 0)) / 1e6
@@ -168,7 +167,7 @@ def test_processes_send_what_a_run_sends(launch: Launch, tmp_path: Path, plan: P
 @needs_null_gpu
 def test_what_a_plan_says_of_the_data(plan: Plan) -> None:
     """That a batch doesn't divide, and of a step of 2,048 digits that there are 1,438."""
-    assert plan("single_gpu", 1)["notes"] == []
+    assert plan("single_gpu", 1)["optimizations"] == []
     says = "global_batch_size=8: not a multiple of 1 (micro_batch_size) x 3 processes = 3"
     assert str(plan("ddp", 3)).startswith(says)
     assert (plan("ddp", 2, "many")["largest"], plan("ddp", 2, "many")["accumulation"]) == (512, 719)
@@ -185,6 +184,12 @@ def test_the_plan_that_is_printed(tmp_path: Path) -> None:
     assert command in run.stdout
 
 
+def test_the_old_command_names_the_new_one(tmp_path: Path) -> None:
+    run = run_command([f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1"], tmp_path, PROJECT)
+    assert run.exit_code == 2
+    assert run.stderr == "src.tools.plan: the command is now python -m plan --gpus 1 8 -- SETTINGS\n"
+
+
 def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     is_served = (sys.platform, platform.machine()) == ("linux", "x86_64")
@@ -196,13 +201,15 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 @needs_text
 @needs_null_gpu
 def test_a_config_alone_is_enough_to_plan(text: str, tmp_path: Path) -> None:
-    """Its tokens are bytes, which is said, and not part of the command to train with. Tried without: one line, that it
-    has no tokenizer."""
+    """Also for 4-bit weights under adapters. Its tokens are bytes, which is said, and not part of the command to train
+    with. Tried without: one line, that it has no tokenizer."""
     config = {"model_type": "llama", "vocab_size": 1000, **SHAPE}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = ["--task.name=causal_lm", f"--task.model={tmp_path}", f"--task.dataset={text}", "--max_steps=1"]
+    settings += ["--task.lora.r=4", "--task.lora.base_dtype=nf4"]
     run = run_command([*PLAN, f"--output={tmp_path}/plan", "--", *settings], tmp_path, PROJECT).succeeded()
     assert f"{tmp_path} has no tokenizer: the plan takes each byte for a token\n" in run.stdout
+    assert "\nfrozen weights in nf4\n" in run.stdout
     assert "tokenizer=bytes" not in run.stdout
     assert "cheapest that fits" in run.stdout
 
@@ -265,7 +272,6 @@ def test_out_of_memory_it_says_what_would_help(text: str, tmp_path: Path) -> Non
     assert "Traceback" not in run.stderr
     assert "out of memory in the step, on a GPU of 1.1 GB, 0.0 GB outside torch: parameters 0.0, " in message
     assert re.search(r"activations [\d.]+; what would help: --activation_checkpointing=true, ", message)
-    assert "python -m src.tools.plan" in message
 
 
 MEASURED = Measured(
@@ -276,7 +282,7 @@ MEASURED = Measured(
         "sent within": 40e9, "collectives within": 100, "sent between": 8e9, "collectives between": 10,
         "awaited sent within": 4e9, "awaited collectives within": 20,
     },
-    notes=[],
+    optimizations=[],
 )  # fmt: skip
 
 
@@ -341,7 +347,7 @@ def test_mistakes_in_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     assert refused("h10").startswith("--gpu h10: no such GPU, did you mean h100?")
     file = tmp_path / "gpus.yaml"
-    monkeypatch.setattr("src.tools.plan.gpus.TABLE", file)
+    monkeypatch.setattr("plan.gpus.TABLE", file)
     file.write_text("mine: {name: Mine, capability: '9.0', memory_gib: -1, price: 3, tflops: {bf16: 1}}")
     told = refused("mine")
     assert told.startswith(f"{file}: mine: ")

@@ -1,8 +1,7 @@
-"""Compare the plan with published measurements of runs. docs/figures.md has the table, and explains its misses.
+"""Compare the plan with published measurements of runs. plan/figures.md has the table, and explains its misses.
 
-    python -m benchmarks.published                      all of them, in a table: 13 minutes on one core
-    python -m benchmarks.published --only llm.c Qwen    those whose names have one of these words
-    python -m benchmarks.published --save=FILE.json     also writes all that was found
+    python -m plan.benchmarks.published                      all of them, in a table: 13 minutes on one core
+    python -m plan.benchmarks.published --only llm.c Qwen    those whose names have one of these words
 
 No GPU is needed, and no weights.
 """
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runs import PROJECT
+from plan import show
+from plan.gpus import find_gpu
+from plan.measure import Setup, environment_for
+from plan.search import explore
 from src.config.config import load_config
 from src.tasks import TASKS
 from src.tasks.text.model import new_config
 from src.tasks.text.tokenizing import byte_tokenizer
-from src.tools.plan import show
-from src.tools.plan.gpus import find_gpu
-from src.tools.plan.measure import Setup, environment_for
-from src.tools.plan.search import explore
 
 GB, GIB = 1e9, 2**30
 NONE, FULL = (False,), (True,)
@@ -49,7 +48,7 @@ class Run:
     source: str
     gpus: int
     gpu: str
-    """Name in gpus.yaml, or a file like it."""
+    """Name in gpus.yaml."""
     yaml: str
     """Accelerate yaml of ours."""
     model: dict[str, Any]
@@ -115,7 +114,6 @@ TORCHTUNE = "pytorch/torchtune README.md"
 QWEN = "QwenLM/Qwen README.md"
 LLM_C = "karpathy/llm.c scripts"
 
-H100_96GB = "benchmarks/h100_96gb.yaml"
 ADAPTERS_8 = ("--task.lora.r=8", "--task.lora.target_modules=[q_proj, v_proj]")
 ADAPTERS_64 = ("--task.lora.r=64",)
 
@@ -129,7 +127,7 @@ def torchtitan() -> Iterator[Run]:
         (128, COMPILED, 62.0, 6514),
     ):
         name = f"torchtitan Llama 3.1 8B{', compiled' if compiled == COMPILED else ''}, H100 96 GB"
-        place = (TITAN_H100, gpus, H100_96GB, "fsdp")
+        place = (TITAN_H100, gpus, "h100_96gb", "fsdp")
         found: dict[str, Any] = {"memory": memory * GIB, "counter": "reserved", "tokens": tokens}
         yield Run(name, *place, LLAMA_3_8B, 8192, 2, SELECTIVE, compiled, **found)
     for model, says, source, length, micro, checkpointing, tokens in (
@@ -277,21 +275,8 @@ def predict(run: Run) -> list[dict[str, Any]]:
                 # where it is not known, the model is measured without the compiler
                 numbers = show.line(row, config.model_copy(update={"compile": is_compiled}))
                 allocated, reserved = row.measured.memory["step"]
-                found.append(
-                    {
-                        "is_checkpointed": is_checkpointed,
-                        "is_compiled": is_compiled,
-                        "is_fitting": is_fitting,
-                        "allocated": allocated,
-                        "reserved": reserved,
-                        "tokens": numbers["tok/s/GPU"],
-                        "figures": numbers,
-                        "memory": row.measured.memory,
-                        "parts": row.measured.parts,
-                        "work": row.measured.work,
-                        "notes": row.measured.notes,
-                    }
-                )
+                speed = {"tokens": numbers["tok/s/GPU"], "is_fitting": is_fitting}
+                found.append({"allocated": allocated, "reserved": reserved, **speed})
     return found
 
 
@@ -300,7 +285,7 @@ def in_own_process(number: int) -> list[dict[str, Any]]:
     loaded."""
     gpu = find_gpu(RUNS[number].gpu)
     environment = {**os.environ, **environment_for(gpu), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "benchmarks.published", f"--row={number}"]
+    command = [sys.executable, "-m", "plan.benchmarks.published", f"--row={number}"]
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{RUNS[number].name}: {done.stderr[-3000:]}")
@@ -341,21 +326,15 @@ HEADER = """\
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="words in the names of runs")
-    parser.add_argument("--save", type=Path, help="a file for all that was found")
     parser.add_argument("--row", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.row is not None:
         print(json.dumps(predict(RUNS[chosen.row])))
         return
-    all_found = {}
     print(HEADER)
     for number, run in enumerate(RUNS):
-        if not any(word in run.name for word in chosen.only):
-            continue
-        found = all_found[f"{run.name}, {run.gpus} GPUs"] = in_own_process(number)
-        print(line(run, found), flush=True)
-        if chosen.save:
-            chosen.save.write_text(json.dumps(all_found, indent=1))
+        if any(word in run.name for word in chosen.only):
+            print(line(run, in_own_process(number)), flush=True)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ static void *pages(size_t size) { return mmap(0, size, READ_WRITE, NEW, -1, 0); 
 /* ---- What is not here. torch looks up dozens of the driver's functions that it never calls, so each gets a few bytes
    of code that name it when it is called: mov rdi, name; mov rax, missing; jmp rax. ---- */
 static void missing(const char *name) {
-  fprintf(stderr, "null GPU: %s was called, which null_gpu/null_gpu.c does not have\n", name), abort();
+  fprintf(stderr, "null GPU: %s was called, which plan/null_gpu.c does not have\n", name), abort();
 }
 int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned v, unsigned long long f, int *status) {
   if (status) *status = cudaDriverEntryPointSuccess;

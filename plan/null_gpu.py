@@ -1,6 +1,6 @@
 """Compile null_gpu.c: a GPU for machines without one, which counts calls and computes nothing.
 
-docs/gpu.md explains it, and says what it can't show.
+plan/gpu.md explains it and its limits.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ WAITS = ("sync_stream", "sync_device", "sync_event", "sync_memcpy")
 
 
 def headers() -> list[Path]:
-    """Return the folders with CUDA's headers, those of torch's own runtime first: triton's may be of another version,
+    """Return the folders with CUDA's headers, torch's own runtime first: triton's may be of another version,
     whose structs have another shape (CUDA 12.8 with torch 2.11). Empty: the runtime's are missing."""
     folders = [
         Path(parent, name)
@@ -96,7 +96,7 @@ def null_environment(devices: int = 1, **more: str) -> dict[str, str]:
     """Return the environment variables that give a process this many null GPUs, and `more`.
 
     Raises:
-        RuntimeError: this machine can't build the null GPU; `reason_to_skip` says why.
+        RuntimeError: this machine can't build the null GPU; `reason_to_skip` explains why.
     """
     if reason := reason_to_skip():
         raise RuntimeError(reason)
@@ -121,7 +121,7 @@ class NullGpu:
         self.library.null_gpu_kind_name.restype = ctypes.c_char_p
         self.library.null_gpu_count.restype = ctypes.c_long
         self.kinds: list[str] = []
-        """null_gpu.c's names for what it counts."""
+        """null_gpu.c's names for its counters."""
         while name := self.library.null_gpu_kind_name(len(self.kinds)):
             self.kinds.append(name.decode())
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.build import emulated_environment, reason_to_skip
+from plan.tests.gpu.build import emulated_environment, reason_to_skip
 from tests.launching import Launch, WarmRanks
 
 

@@ -1,4 +1,4 @@
-"""Setups of src.tools.plan, measured together in a process that takes the null GPU for an H100, as the tool does."""
+"""Setups of the plan, measured together in a process that takes the null GPU for an H100, as the tool does."""
 
 import json
 import subprocess
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from plan.gpus import find_gpu
+from plan.measure import Setup, environment_for
+from plan.search import explore
+from plan.work import Work
 from src.config.config import load_config
 from src.distributed.accelerator import shut_down
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
-from src.tools.plan.gpus import find_gpu
-from src.tools.plan.measure import Setup, environment_for
-from src.tools.plan.search import explore
-from src.tools.plan.work import Work
 from src.training.batches import CountedSteps, training_steps
 from tests.launching import PROJECT, SECONDS, clean_environment
 from train import build, run_settings, train_step
@@ -37,8 +37,8 @@ def setup(yaml: str, gpus: int, arguments: Iterable[str], cp_size: int = 1) -> S
 
 
 def measured(*setups: Setup) -> list[dict[str, Any]]:
-    """What `explore` finds out about each, as JSON."""
-    program = "from tests.planning import main; main()"
+    """The results of `explore` for each, as JSON."""
+    program = "from plan.tests.planning import main; main()"
     content = json.dumps([asdict(setup) | {"gpu": setup.gpu.model_dump()} for setup in setups])
     how: dict[str, Any] = {"cwd": PROJECT, "env": clean_environment(**environment_for(H100)), "timeout": SECONDS}
     done = subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, text=True, **how)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def print_megabytes_sent(arguments: list[str]) -> None:
-    """What the first process of a run on CPUs sends in its first step."""
+    """Print the megabytes that the first process of a run on CPUs sends in its first step."""
     run = build(run_settings(arguments))
     assert run
     micro_batches, counts = next(CountedSteps(training_steps(run, 0), StopSignal(run.accelerator, run.config)))

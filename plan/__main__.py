@@ -1,6 +1,6 @@
-"""Plan a run before renting GPUs: python -m src.tools.plan [--gpus 1 8 64] [--gpu h100] -- --config=FILE.yaml …
+"""Plan a run before renting GPUs: python -m plan [--gpus 1 8 64] [--gpu h100] -- --config=FILE.yaml …
 
-Everything after -- is passed to train.py. docs/plan.md says what is measured, what is estimated and what is left out.
+Everything after -- is passed to train.py. plan/README.md explains the measurements, the estimates and their limits.
 """
 
 import argparse
@@ -8,23 +8,23 @@ import os
 import sys
 from pathlib import Path
 
-import null_gpu
+from plan import null_gpu
+from plan.gpus import find_gpu
+from plan.measure import environment_for, has_config_alone
+from plan.search import CP_YAML, YAMLS, explore, setups
+from plan.show import GB, recommendation, table, write
 from src.config.config import load_config
 from src.config.errors import UserError
 from src.config.terminal import bar, say
 from src.distributed.process import exit_codes
 from src.tasks import TASKS
-from src.tools.plan.gpus import find_gpu
-from src.tools.plan.measure import environment_for, has_config_alone
-from src.tools.plan.search import CP_YAML, YAMLS, explore, setups
-from src.tools.plan.show import GB, recommendation, table, write
 
 
 def main(argv: list[str]) -> None:
     """Try the run under each strategy and number of GPUs, and recommend the cheapest that fits."""
-    parser = argparse.ArgumentParser("python -m src.tools.plan", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8], help="numbers of GPUs: 1 2 4 8 16 64 256")
-    parser.add_argument("--gpu", default="h100", help="name in src/tools/plan/gpus.yaml")
+    parser.add_argument("--gpu", default="h100", help="name in plan/gpus.yaml")
     parser.add_argument("--yamls", nargs="+", choices=[*YAMLS, CP_YAML], default=YAMLS, help="default: all but fsdp_cp")
     parser.add_argument("--output", type=Path, default="plans", help="folder to write the plan into")
     parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")
@@ -40,11 +40,11 @@ def main(argv: list[str]) -> None:
         if reason := null_gpu.reason_to_skip():
             raise UserError(f"a plan is measured on a null GPU, but {reason}: use the Dockerfile's image, on x86-64")
         # the null GPU has to take the place of CUDA's libraries before they are loaded
-        os.execve(sys.executable, [sys.executable, "-m", "src.tools.plan", *argv], os.environ | environment_for(gpu))
+        os.execve(sys.executable, [sys.executable, "-m", "plan", *argv], os.environ | environment_for(gpu))
     config = load_config(options.arguments, TASKS)
     if has_config_alone(config.task):
         say(f"{config.task.model} has no tokenizer: the plan takes each byte for a token")
-    say(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (simulated: docs/plan.md)")
+    say(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (simulated: plan/README.md)")
     # one after the other, as the host's time is measured too
     rows = [explore(setup) for setup in bar("setups tried", iterable=todo)]
     if not any(row.measured for row in rows):

@@ -11,12 +11,12 @@ from typing import Any
 
 import pandas as pd
 
+from plan.estimate import seconds_of
+from plan.measure import highest, launcher_arguments
+from plan.search import Row
 from src.config.config import Config
 from src.config.errors import as_user_error
 from src.config.terminal import BIN
-from src.tools.plan.estimate import seconds_of
-from src.tools.plan.measure import highest, launcher_arguments
-from src.tools.plan.search import Row
 
 GB = 1e9
 FORMATS: dict[str, Callable[[float], str]] = {
@@ -31,7 +31,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 
 def line(row: Row, config: Config) -> dict[str, Any]:
-    """Return a line of the table: what the row's run needs, by column, `time` in hours; fewer if it can't be run."""
+    """Return a line of the table: the needs of the row's run by column, `time` in hours; fewer if it can't be run."""
     measured, gpu, gpus = row.measured, row.setup.gpu, row.setup.gpus
     shown: dict[str, Any] = {"GPUs": gpus, "yaml": row.setup.name}
     if not measured:
@@ -61,10 +61,10 @@ def obstacle(row: Row) -> str:
 
 
 def table(rows: list[Row], config: Config) -> str:
-    """Return notes on what was tuned, a line for each row that was measured, and why others can't be run or don't
+    """Return the optimizations, a line for each row that was measured, and the reasons why others can't be run or don't
     fit."""
     measured = [row for row in rows if row.measured]
-    parts = [*dict.fromkeys(note for row in rows if row.measured for note in row.measured.notes)]
+    parts = [*dict.fromkeys(name for row in rows if row.measured for name in row.measured.optimizations)]
     if measured:
         lines = pd.DataFrame([line(row, config) for row in measured])
         lines = lines.loc[:, (lines != 0).any()]  # images have no tokens, and a GPU may have no price
@@ -74,7 +74,7 @@ def table(rows: list[Row], config: Config) -> str:
 
 
 def recommendation(rows: list[Row], config: Config) -> str:
-    """Return the command of the row that fits and takes the fewest GPU hours, and what it needs."""
+    """Return the command of the row that fits and takes the fewest GPU hours, and its needs."""
     fitting = [row for row in rows if row.measured and row.is_fitting]
     row = min(fitting, key=lambda row: line(row, config)["time"] * row.setup.gpus, default=None)
     if not row or not row.measured:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.build import emulated_environment
+from plan.tests.gpu.build import emulated_environment
 from tests.launching import PROJECT, Launch, needs, run_command
 
 pytestmark = needs("benchmarks/gpu.py")
@@ -35,7 +35,7 @@ def test_each_row_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     proof = json.loads((tmp_path / "proof.json").read_text())
     wrong = {row["row"]: row for row in proof["rows"] if row["is_right"] is False}
     assert wrong.keys() <= {
-        "the same run by src.tools.plan", "MNIST: 14 epochs", "weights in 4 bits", "fp8"
+        "the same run by the plan", "MNIST: 14 epochs", "weights in 4 bits", "fp8"
     }, (wrong, run.stdout)  # fmt: skip
     assert proof["gpu"]["name"] == "NVIDIA H100 80GB HBM3"
     assert len(proof["rows"]) == 33, run.stdout

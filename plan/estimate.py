@@ -1,9 +1,9 @@
-"""Estimate how long a step takes on a GPU, from the counted work. docs/plan.md says what the model leaves out."""
+"""Estimate how long a step takes on a GPU, from the counted work. plan/README.md lists the omissions."""
 
 from typing import NamedTuple
 
-from src.tools.plan.gpus import Gpu
-from src.tools.plan.measure import Measured
+from plan.gpus import Gpu
+from plan.measure import Measured
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
 """gpus.yaml's names for the dtypes of products; all others count as fp32."""
@@ -34,15 +34,15 @@ class Seconds(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """Return what takes most of the step."""
+        """Return the part that takes most of the step: host, network or compute."""
         if self.step == self.host:
             return "host"
         return "network" if self.communication > self.compute else "compute"
 
 
 def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Seconds:
-    """Return the seconds of a step: the host's, or those of the device if they are more. The device's are computing,
-    the communication that does not overlap with it, and all-to-alls, which overlap with nothing."""
+    """Return the seconds of a step: the larger of the host's time and the device's. The device computes, waits for
+    communication that does not overlap with computing, and for all-to-alls, which overlap with nothing."""
     compute = 0.0
     for name, amount in measured.work.items():
         kind, _, dtype = name.partition(" flops ")
@@ -62,7 +62,7 @@ def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Se
 
 
 def _communication(work: dict[str, float], gpu: Gpu, kind: str) -> float:
-    """Return the seconds that collectives take: all of them, or only those of a kind, such as "awaited "."""
+    """Return the seconds that collectives take: all of them, or one kind, such as "awaited "."""
     seconds = 0.0
     for place, bandwidth in (("within", gpu.link_gb_s), ("between", gpu.network_gb_s)):
         seconds += work.get(f"{kind}sent {place}", 0) / (bandwidth * 1e9 * BANDWIDTH_SHARE)

@@ -1,4 +1,4 @@
-"""Count the work of a step: what its operators compute, read, write and send to other processes."""
+"""Count the work of a step: the operations, memory traffic and communication of its operators."""
 
 from collections import defaultdict
 from typing import Any
@@ -18,13 +18,13 @@ IDLE = ("prim::", "empty", "detach", "view", "wait_tensor", "_wrap_tensor")
 
 
 class Work(TorchDispatchMode):
-    """A context that counts the work of all operators on a device, those of the backward pass, DDP and FSDP included.
+    """A context that counts the work of all operators on a device, including the backward pass, DDP and FSDP.
 
     `counts` has, by name: `product flops DTYPE` of matrix products and convolutions, and `attention flops DTYPE`;
     `bytes` that all other operators read and write; `copied` bytes to or from the host's memory; `sent PLACE` bytes of
     this process and `collectives PLACE`, where PLACE is `within` a machine or, for groups that span several machines,
-    `between` them, through this process's network card; and, counted a second time, those of all-to-alls, which
-    attention waits for: `awaited sent PLACE` and `awaited collectives PLACE`.
+    `between` them, through this process's network card; and, counted a second time, all-to-alls, which attention
+    waits for: `awaited sent PLACE` and `awaited collectives PLACE`.
     """
 
     def __init__(self, device: str, per_machine: int) -> None:

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from null_gpu import NullGpu, join_alone, null_environment
+from plan.gpus import Gpu
+from plan.model import allocate, build_skeleton
+from plan.null_gpu import NullGpu, join_alone, null_environment
+from plan.work import Work
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.config import Config, load_config
 from src.config.errors import UserError
 from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
-from src.tools.plan.gpus import Gpu
-from src.tools.plan.work import Work
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import to_local
@@ -52,7 +52,7 @@ Peaks = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured: a run under one accelerate yaml, on a number of GPUs."""
+    """A run under one accelerate yaml, on a number of GPUs."""
 
     arguments: tuple[str, ...]
     """Arguments of train.py."""
@@ -70,7 +70,7 @@ class Setup:
 
 @dataclass(kw_only=True)
 class Measured:
-    """The measurements of a Setup. Bytes are those of one process."""
+    """The measurements of a Setup. Bytes are counted on one process."""
 
     strategy: str
     micro_batch: int
@@ -86,10 +86,11 @@ class Measured:
     total_steps: int
     memory: Peaks
     parts: dict[str, int]
-    """The step's bytes by what they hold: parameters, gradients, optimizer."""
+    """The step's bytes by kind: parameters, gradients, optimizer."""
     work: dict[str, float]
-    """What Work counts in a step, and its `kernels` and `host_seconds` on this machine."""
-    notes: list[str]
+    """Counts of Work for a step, and its `kernels` and `host_seconds` on this machine."""
+    optimizations: list[str]
+    """The choices made for this device and dtype."""
 
 
 def environment_for(gpu: Gpu) -> dict[str, str]:
@@ -128,7 +129,7 @@ def build_without_values(config: Config) -> Run:
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     config = begin_task(config, launch, ResumePoint())
     train_set, eval_set = build_data(config, accelerator)
-    model = config.task.build_skeleton()
+    model = build_skeleton(config.task)
     transform(model, config, accelerator)
     if not accelerator.is_fsdp2:
         allocate(model, accelerator.device)
@@ -151,17 +152,9 @@ def build_without_values(config: Config) -> Run:
     )
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate memory on this device for parameters on the meta device. Tied parameters stay tied."""
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            filled = torch.empty_like(parameter, device=device)
-            torch.utils.swap_tensors(parameter, nn.Parameter(filled, parameter.requires_grad))
-
-
 def measure(setup: Setup, share: float) -> Measured:
-    """Measure what the run needs on its first process, and which micro-batches fit into this share of the GPU's memory.
-    Call it in a process of its own: it changes global state for good.
+    """Measure the run's first process, and find the micro-batches that fit into this share of the GPU's memory. Call it
+    in a process of its own: it changes global state for good.
 
     Raises:
         torch.OutOfMemoryError: micro-batches fit by the sum of their bytes, but not once memory is fragmented.
@@ -174,7 +167,7 @@ def measure(setup: Setup, share: float) -> Measured:
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
     os.environ["TERM"] = "dumb"  # no bars below the plan's own
     gc.disable()  # reference cycles keep memory of DDP's first steps until a collection happens to run: count it
-    gc.freeze()  # explicit collections can skip what is there by now
+    gc.freeze()  # explicit collections can skip the objects of now
     torch.backends.cuda.enable_cudnn_sdp(False)  # the null GPU has no cuDNN; flash attention takes as much memory
     if launched.use_fsdp or launched.multi_gpu:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(setup.gpus), "TORCHELASTIC_RUN_ID": "none"}
@@ -239,7 +232,7 @@ class Trial:
             memory=memory,
             parts=parts,
             work=self._work(),
-            notes=run.metadata["optimizations"],
+            optimizations=run.metadata["optimizations"],
         )
 
     def _largest(self, share: float) -> int:
@@ -290,7 +283,7 @@ class Trial:
         run.model.zero_grad()
 
     def _work(self) -> dict[str, float]:
-        """Return the work of a step: that of its first micro-batch, plus, for each further one, what a second adds."""
+        """Return the work of a step: of its first micro-batch, plus the increment of a second for each further one."""
         total = len(self._micro_batches)
         one = more = self._work_of(1)
         if total > 1 and not self._is_offloaded:

@@ -1,6 +1,6 @@
-"""Write the memory and speed of usual sizes of Llama on 1, 8 and 64 GPUs, as the plan has them, into docs/figures.md.
+"""Write the memory and speed of usual sizes of Llama on 1, 8 and 64 GPUs, as the plan has them, into plan/figures.md.
 
-    python -m benchmarks.sizes
+    python -m plan.benchmarks.sizes
 
 Some minutes on two cores; no GPU is needed, and no weights.
 """
@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from benchmarks.runs import PROJECT
 from src.tasks.text.tokenizing import byte_tokenizer
 
-PAGE = PROJECT / "docs/figures.md"
+PAGE = PROJECT / "plan/figures.md"
 TABLE = re.compile(r"(?<=<!-- sizes -->\n).*?(?=<!-- /sizes -->)", re.DOTALL)
 LENGTH = 4096
 GPUS = {1: "single_gpu", 8: "fsdp", 64: "fsdp"}
@@ -73,7 +73,7 @@ def plan(size: Size, goal: list[str], folder: Path) -> dict[int, dict[str, Any]]
         words = ["--gpus", str(gpus), "--yamls", yaml, "--output", str(output), "--"]
         words += ["--task.name=causal_lm", f"--task.model={model}", f"--task.dataset={text}", *goal]
         words += [f"--task.sequence_length={LENGTH}", f"--global_batch_size={gpus}", "--activation_checkpointing=true"]
-        command = [sys.executable, "-m", "src.tools.plan", *words]
+        command = [sys.executable, "-m", "plan", *words]
         subprocess.run(command, cwd=PROJECT, check=True, stdout=subprocess.DEVNULL)
         (entry, *_) = json.loads((output / "causal_lm" / "plan.json").read_text())
         found[gpus] = entry

@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-import null_gpu
-from tests.gpu.probe import Probe, steps_of
+from plan import null_gpu
+from plan.tests.gpu.probe import Probe, steps_of
 from tests.launching import PROJECT, needs
 
 MNIST = ("--task.source=digits",)
@@ -120,7 +120,7 @@ def test_fp8_computes_in_fp8() -> None:
 
 @of_text
 def test_the_table_of_peaks() -> None:
-    """docs/transformers.md, by torch's own allocator, within a hundredth; its 8B is in tests/test_plan.py."""
+    """docs/transformers.md, by torch's own allocator, within a hundredth; its 8B is in plan/tests/test_plan.py."""
     page = (PROJECT / "docs/transformers.md").read_text()
     (cells,) = re.findall(r"^\| 1.1B, one GPU \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     probe = steps_of(*llama(4096, 4, TINYLLAMA), steps=3)
@@ -132,7 +132,7 @@ def test_another_torch_or_cuda_is_one_line_and_no_segmentation_fault(monkeypatch
     for name, value, says in (
         ("torch.__version__", "2.10.0+cu130", "the null GPU serves torch 2.11 to 2.15, and this is 2.10.0+cu130"),
         ("torch.__version__", "2.16.0", "the null GPU serves torch 2.11 to 2.15, and this is 2.16.0"),
-        ("null_gpu.CUDA", "12.8", "the null GPU stands for CUDA 13, and this torch is built for 12.8"),
+        ("plan.null_gpu.CUDA", "12.8", "the null GPU stands for CUDA 13, and this torch is built for 12.8"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(name, value)
