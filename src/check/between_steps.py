@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 
 from src.check.findings import EXACT, Row, finding, none_differ, relative_error, worst
 from src.check.start import AT_ONCE, evaluating_less, spread
-from src.check.subject import CheckContext, checksum
+from src.check.context import CheckContext, checksum
 from src.checkpoint.resume import find_checkpoint, load_checkpoint
 from src.checkpoint.rng import random_state
 from src.checkpoint.store import Store
@@ -31,19 +31,19 @@ NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """Torch's message after the name of an operator."""
 
 
-def check_evaluation(subject: CheckContext) -> Iterator[Row]:
+def check_evaluation(context: CheckContext) -> Iterator[Row]:
     """Evaluate with noise on the weights. Each process evaluates everything by hand, as the model may be collective."""
-    run, task, less = subject.run, subject.run.task, evaluating_less(subject)
-    subject.perturb()
+    run, task, less = context.run, context.run.task, evaluating_less(context)
+    context.perturb()
     run.model.train()
-    before = _state(subject)
-    evaluation = subject.evaluate(less, subject.stop)
-    after = _state(subject)
+    before = _state(context)
+    evaluation = context.evaluate(less, context.stop)
+    after = _state(context)
     assert evaluation  # nothing stops it
     changed = [name for name in before if after[name] != before[name]]
     yield none_differ("state afterwards", changed, f"{', '.join(before)}: as before")
-    model = subject.reference.eval()
-    loss, outputs = evaluate_on_one_process(subject.task, model, less.eval_set, AT_ONCE, run.device)
+    model = context.reference.eval()
+    loss, outputs = evaluate_on_one_process(context.task, model, less.eval_set, AT_ONCE, run.device)
     for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
@@ -54,31 +54,31 @@ def check_evaluation(subject: CheckContext) -> Iterator[Row]:
     packed = max(samples(run.train_set, indices), key=lambda example: len(task.documents(example)))
     if len(documents := task.documents(packed)) > 1:
         together, alone, kind = [packed], documents, "packed documents"
-    found, _ = evaluate_on_one_process(subject.task, model, together, AT_ONCE, run.device)
-    expected, _ = evaluate_on_one_process(subject.task, model, alone, 1, run.device)
+    found, _ = evaluate_on_one_process(context.task, model, together, AT_ONCE, run.device)
+    expected, _ = evaluate_on_one_process(context.task, model, alone, 1, run.device)
     errors = {f"{len(alone)} {kind}": relative_error(found, expected)}
     yield worst("loss of examples alone", errors, EXACT)
 
 
-def _state(subject: CheckContext) -> dict[str, Any]:
+def _state(context: CheckContext) -> dict[str, Any]:
     """Return what an evaluation must leave unchanged, by name: each module's mode, the random state and, instead of
     copies, checksums of this process's weights and optimizer state."""
     return {
-        "mode": [module.training for module in subject.unwrapped.modules()],
-        "weights": checksum(subject.run.parameters),
-        "optimizer": checksum([[*optimizer.state.values()] for optimizer in subject.run.optimizers]),
+        "mode": [module.training for module in context.unwrapped.modules()],
+        "weights": checksum(context.run.parameters),
+        "optimizer": checksum([[*optimizer.state.values()] for optimizer in context.run.optimizers]),
         # imports draw from Python's and numpy's
-        "random numbers": random_state(subject.run.device) | {"python": None, "numpy": None},
+        "random numbers": random_state(context.run.device) | {"python": None, "numpy": None},
     }
 
 
-def check_checkpoint(subject: CheckContext) -> Iterator[Row]:
+def check_checkpoint(context: CheckContext) -> Iterator[Row]:
     """Save, take two steps, restore, and take them again. Delete the checkpoint, which is in the output folder."""
-    run = subject.run
+    run = context.run
     folder = run.config.folder / "tmp_check"
     # a run of fewer steps would not resume from a checkpoint of its end
     steps = max(2 * STEPS, run.total_steps)
-    saved = subject.at(
+    saved = context.at(
         STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False, max_steps=steps
     )
     if run.is_main:
@@ -86,19 +86,19 @@ def check_checkpoint(subject: CheckContext) -> Iterator[Row]:
     run.accelerator.wait_for_everyone()
     # else results depend on the order of atomic additions; with warn_only=True flash attention's backward still would
     torch.use_deterministic_algorithms(run.device.type != "cpu")
-    subject.seed()
+    context.seed()
     try:
         saved.store = Store(saved.config)
         writer = CheckpointWriter(saved, run.accelerator.print)
         writer.save({})
         writer.close()
-        left = _continue(subject, saved)
+        left = _continue(context, saved)
         resume = find_checkpoint(run.accelerator, saved.config, saved.store)
         for optimizer in run.optimizers:
             optimizer.state.clear()  # as in a new process
         restored = replace(saved, resume=resume, progress=resume.progress)
         load_checkpoint(restored)
-        again = _continue(subject, restored)
+        again = _continue(context, restored)
         yield finding("losses and weights after resuming", again, left, again == left)
     except RuntimeError as error:
         operator, found, _ = str(error).partition(NOT_DETERMINISTIC)
@@ -111,9 +111,9 @@ def check_checkpoint(subject: CheckContext) -> Iterator[Row]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _continue(subject: CheckContext, run: Run) -> str:
+def _continue(context: CheckContext, run: Run) -> str:
     """Take the next steps. Return their losses and a checksum of this process's weights and optimizer state."""
-    steps = subject.micro_batches(run.progress.step)
-    losses = [str(mean_loss(run.accelerator, subject.step(run, next(steps)))) for _ in range(STEPS)]
+    steps = context.micro_batches(run.progress.step)
+    losses = [str(mean_loss(run.accelerator, context.step(run, next(steps)))) for _ in range(STEPS)]
     left = checksum(sorted(run_tensors(run.model, run.optimizers).items()))
     return f"{', '.join(losses)}, checksum {left}, step {run.progress.step}"

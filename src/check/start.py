@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, Subset
 
 from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_indices
-from src.check.subject import CheckContext, checksum, named_tensors, whole
+from src.check.context import CheckContext, checksum, named_tensors, whole
 from src.config.environment import LaunchEnv
 from src.distributed.accelerator import sharded_units
 from src.training.batches import MicroBatch, evaluation_batches, fetch_batch, training_steps
@@ -32,9 +32,9 @@ IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentia
 """Settings of a parameter group that don't change the result, and the learning rate, which has a check of its own."""
 
 
-def check_launch(subject: CheckContext) -> Iterator[Row]:
+def check_launch(context: CheckContext) -> Iterator[Row]:
     """Look at the processes and the model themselves, not at what the launcher or Accelerate says about them."""
-    run, asked = subject.run, LaunchEnv()
+    run, asked = context.run, LaunchEnv()
     wanted = "FSDP" if asked.fsdp else "DDP" if asked.world_size > 1 else "one process"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
     if units := sharded_units(run.model):
@@ -57,20 +57,20 @@ def reading_indices(run: Run) -> Run:
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
 
 
-def evaluating_less(subject: CheckContext) -> Run:
+def evaluating_less(context: CheckContext) -> Run:
     """Return the run with a shorter evaluation set and small batches. The last batch is a single example, so all
     processes but one compute on a dummy."""
-    size = AT_ONCE * subject.run.data_size
-    most = min(len(subject.run.eval_set), MAX_BATCHES * size)
-    dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
-    return replace(subject.at(0, micro_batch_size=AT_ONCE), eval_set=dataset, examples_in_cache=0)
+    size = AT_ONCE * context.run.data_size
+    most = min(len(context.run.eval_set), MAX_BATCHES * size)
+    dataset: Any = Subset(context.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
+    return replace(context.at(0, micro_batch_size=AT_ONCE), eval_set=dataset, examples_in_cache=0)
 
 
-def check_data(subject: CheckContext) -> Iterator[Row]:
+def check_data(context: CheckContext) -> Iterator[Row]:
     """Follow the run's own data path, from the sampler to the batches, including workers."""
-    run, per_epoch = subject.run, subject.run.steps_per_epoch
+    run, per_epoch = context.run, context.run.steps_per_epoch
     set_seed(run.config.seed)
-    some = [fetch_batch(subject.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
+    some = [fetch_batch(context.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
     yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0])
     indexed = reading_indices(run)
@@ -79,13 +79,13 @@ def check_data(subject: CheckContext) -> Iterator[Row]:
         yield _as_by_hand(run, what, steps, [*islice(_by_hand(run, first), per_epoch)])
     others = []
     for epoch in (0, 1, 2, max(3, run.total_steps // per_epoch - 1)):
-        micro_batches = next(subject.micro_batches(epoch * per_epoch))
+        micro_batches = next(context.micro_batches(epoch * per_epoch))
         if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, epoch)):
             others.append(f"epoch {epoch + 1}")
     is_augmented = run.task.augmented(run.train_set, [run.config.seed, 0, 1]) is not run.train_set
     yield none_differ("the first examples of epochs", others, f"as drawn by hand{', augmented' * is_augmented}")
-    less = evaluating_less(subject)
-    steps_read = ([batch] for batch in evaluation_batches(reading_indices(less), subject.stop.sums))
+    less = evaluating_less(context)
+    steps_read = ([batch] for batch in evaluation_batches(reading_indices(less), context.stop.sums))
     size = AT_ONCE * run.data_size
     batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
     expected = [batch[run.data_rank :: run.data_size] for batch in batches]
@@ -120,20 +120,20 @@ def spread(dataset: Any, most: int) -> list[int]:
     return [*range(0, len(dataset), -(-len(dataset) // most))]
 
 
-def check_start(subject: CheckContext) -> Iterator[Row]:
+def check_start(context: CheckContext) -> Iterator[Row]:
     """Compare the run before its first step with the reference."""
-    expected = named_tensors(subject.reference)
+    expected = named_tensors(context.reference)
     differing = [
         name
-        for name, tensor in named_tensors(subject.unwrapped).items()
-        if not torch.equal(whole(tensor, subject.run.device), expected[name])
+        for name, tensor in named_tensors(context.unwrapped).items()
+        if not torch.equal(whole(tensor, context.run.device), expected[name])
     ]
     yield none_differ("weights and buffers", differing, "as on one process, bitwise")
-    settings = _settings(subject.unwrapped, subject.run.optimizers)
-    wanted = _settings(subject.reference, subject.reference_optimizers)
+    settings = _settings(context.unwrapped, context.run.optimizers)
+    wanted = _settings(context.reference, context.reference_optimizers)
     wrong = sorted(settings - wanted) or sorted(wanted - settings)
     yield none_differ("settings of the optimizer", wrong, "as in optim")
-    alike = gather(subject.rng_checksum).count(subject.rng_checksum)
+    alike = gather(context.rng_checksum).count(context.rng_checksum)
     yield finding("processes that draw the same numbers next", str(alike), "1", alike == 1)
 
 

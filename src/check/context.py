@@ -1,4 +1,4 @@
-"""The subject of the checks: the run, and the reference that it is compared with."""
+"""The context of the checks: the run, and the reference that it is compared with."""
 
 import hashlib
 from collections.abc import Callable
