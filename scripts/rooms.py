@@ -58,6 +58,7 @@ ABOUT = {
 """What the rooms do that `make new` offers to leave out. It leaves out the others in any case."""
 SHARED = {
     "null_gpu": {"gpu", "plan"},
+    "src/tracking/records.py": {"report", "examples"},
     "tests/test_trackers.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},
     "scripts/rooms.py": {*FILES},

@@ -17,7 +17,6 @@ from src.check.steps import check_cost, check_steps
 from src.check.context import CheckContext, Evaluate
 from src.checkpoint.files import write_json
 from src.config.terminal import say
-from src.tracking.report import report_line
 from src.training.batches import TrainStep
 from src.training.run import Run
 
@@ -49,7 +48,6 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
         config.folder.mkdir(parents=True, exist_ok=True)
         write_json(file, {"passed": not failed, "checks": rows, "config": config.model_dump(mode="json")})
         say(f"FAILED: {failed[0]}; see {file}" if failed else f"all checks passed; see {file}")
-        say(report_line(config.folder))  # room: report
     return not failed
 
 

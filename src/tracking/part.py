@@ -115,10 +115,10 @@ class Guarded(Part):
     def _abandon(self, why: str) -> None:
         if not self.failure:
             self.failure = why
-            self._has_started.set()
             Thread(target=self._part.abandon, daemon=True).start()
             if self.where:  # the startup summary shows earlier failures
                 say(f"WARNING: {self.title} failed ({why}); training continues and is logged to metrics.jsonl")
+            self._has_started.set()
 
 
 class Parts(contextlib.AbstractContextManager["Parts"]):

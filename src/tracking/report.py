@@ -12,13 +12,14 @@ from typing import Any
 
 from jinja2 import Environment, TemplateError
 
-from src.checkpoint.files import is_number, read_json, read_lines, saved_settings, write_text
+from src.checkpoint.files import read_json, saved_settings, write_text
 from src.config.errors import UserError, as_user_error, cause
 from src.config.settings import flatten
 from src.config.terminal import masked, say
 from src.distributed.process import exit_codes
 from src.tasks.base import PICTURE, Tables
 from src.tracking.part import Entry, Part
+from src.tracking.records import is_number, read_records
 from src.training.score import score
 
 MAX_PICTURES = 24
@@ -44,7 +45,7 @@ class LoggedRun:
         """Points (step, finite value), by metric."""
         self.step, self.results, self.tables = 0, dict[str, Any](), Tables()
         """The last step, the metrics of the exported model or else of the last evaluation, and the tables of that."""
-        for entry in filter(None, read_lines(folder / "metrics.jsonl")):
+        for entry in read_records(folder / "metrics.jsonl"):
             self.step = entry["step"]
             if "eval/loss" in entry:
                 self.results, self.tables = {}, {}
@@ -101,16 +102,12 @@ class Report(Part):
 
     def end(self, summary: Entry | None, crash: str | None) -> None:
         if summary:
-            self.closing = report_line(self._run.config.folder)
-
-
-def report_line(folder: Path) -> str:
-    """Write a run's report. Return its line of the closing block, which says why if there is none."""
-    try:
-        write_report([folder], folder / "report.html")
-    except Exception as error:  # no reason to fail a finished run
-        return f"  report     none: {cause(error)}"
-    return f"  report     {folder}/report.html"
+            folder = self._run.config.folder
+            try:
+                write_report([folder], folder / "report.html")
+                self.closing = f"  report     {folder}/report.html"
+            except Exception as error:  # no reason to fail a finished run
+                self.closing = f"  report     none: {cause(error)}"
 
 
 if __name__ == "__main__":
