@@ -11,10 +11,10 @@ from textwrap import wrap
 import torch
 
 from src.check.between_steps import check_checkpoint, check_evaluation
+from src.check.context import CheckContext, Evaluate
 from src.check.findings import Row, cause, gather, lines, worst_process
 from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_cost, check_steps
-from src.check.context import CheckContext, Evaluate
 from src.checkpoint.files import write_json
 from src.config.terminal import say
 from src.training.batches import TrainStep

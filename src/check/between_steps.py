@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
+from src.check.context import CheckContext, checksum
 from src.check.findings import EXACT, Row, finding, none_differ, relative_error, worst
 from src.check.start import AT_ONCE, evaluating_less, spread
-from src.check.context import CheckContext, checksum
 from src.checkpoint.resume import find_checkpoint, load_checkpoint
 from src.checkpoint.rng import random_state
 from src.checkpoint.store import Store

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, Subset
 
+from src.check.context import CheckContext, checksum, named_tensors, whole
 from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_indices
-from src.check.context import CheckContext, checksum, named_tensors, whole
 from src.config.environment import LaunchEnv
 from src.distributed.accelerator import sharded_units
 from src.training.batches import MicroBatch, evaluation_batches, fetch_batch, training_steps

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from src.check.context import CheckContext, checksum, named_tensors, whole
 from src.check.findings import (
     EXACT,
     Errors,
@@ -21,7 +22,6 @@ from src.check.findings import (
     worst,
 )
 from src.check.reference import accumulate_gradients, all_reduce, average_gradients
-from src.check.context import CheckContext, checksum, named_tensors, whole
 from src.tasks.base import Tensors
 from src.training.batches import MicroBatch
 from src.training.optim import lr_at

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateError
+from jinja2 import Template, TemplateError
 
 from src.checkpoint.files import read_json, saved_settings, write_text
 from src.config.errors import UserError, as_user_error, cause
@@ -22,7 +22,7 @@ from src.tracking.part import Entry, Part
 from src.tracking.records import is_number, read_records
 from src.training.score import score
 
-MAX_PICTURES = 24
+MAX_PLOTS = 24
 
 
 class LoggedRun:
@@ -34,9 +34,7 @@ class LoggedRun:
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
-        self.summary, self.status, self.check = (
-            read_json(folder / f"{name}.json") for name in ("summary", "status", "check")
-        )
+        self.status, self.check = read_json(folder / "status.json"), read_json(folder / "check.json")
         self.settings = dict(flatten(saved_settings(folder) or self.check.get("config", {})))
         """Values by dotted name."""
         if "task.name" not in self.settings:
@@ -56,7 +54,7 @@ class LoggedRun:
                     self.results[name] = value
                 if "/" in name and is_number(value):
                     self.curves[name].append((self.step, value))
-        self.results |= self.summary
+        self.results |= read_json(folder / "summary.json")
 
     @property
     def rank_key(self) -> float:
@@ -74,25 +72,25 @@ def write_report(folders: list[Path], target: Path) -> None:
     what = f"{', '.join(map(str, folders))}: files are not as a run writes them: "
     with as_user_error(what, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
         runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.rank_key))
-        environment = Environment(autoescape=True, trim_blocks=True)
-        template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
-        page = template.render(runs=runs, PICTURE=PICTURE, figures=plots(runs))
+        source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+        template = Template(source, autoescape=True, trim_blocks=True)
+        page = template.render(runs=runs, PICTURE=PICTURE, figures=draw_plots(runs))
     write_text(target, masked(page).encode(errors="replace").decode())
 
 
-def plots(runs: list[LoggedRun]) -> dict[str, str]:
+def draw_plots(runs: list[LoggedRun]) -> dict[str, str]:
     """Return a plot of each metric that changes, by its title: an SVG in base64."""
-    plots = import_module("src.tracking.plots")  # imports matplotlib, which nothing else needs
-    pictures = defaultdict(list)
+    draw = import_module("src.tracking.plots").draw_curves  # imports matplotlib, which nothing else needs
+    curves = defaultdict(list)
     for run in runs:
         for name, points in run.curves.items():
-            part, _, title = name.partition("/")
+            part, _, metric = name.partition("/")
             # for a single run, plot training loss and evaluation loss together
-            picture, label = (title, part) if len(runs) == 1 else (name, run.name)
+            title, label = (metric, part) if len(runs) == 1 else (name, run.name)
             if len({value for _, value in points}) > 1:
-                pictures[picture].append((label, points))
-    titles = sorted(pictures, key=lambda title: "loss" not in title)[:MAX_PICTURES]
-    return {title: plots.draw_curves(title, pictures[title]) for title in titles}
+                curves[title].append((label, points))
+    titles = sorted(curves, key=lambda title: "loss" not in title)[:MAX_PLOTS]
+    return {title: draw(title, curves[title]) for title in titles}
 
 
 class Report(Part):
