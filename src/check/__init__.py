@@ -59,8 +59,8 @@ def examine(context: CheckContext) -> Iterator[Row]:
         rows = [*map(worst_process, zip(*everywhere, strict=True))]
         failed = [row for row in rows if row["means"]]
         for row in failed[:1]:
-            facts = f"x {context.run.world_size} {context.run.config.optim} {context.run.metadata['remarks']}"
-            row["means"] = cause([row, *rows], facts)
+            setup = f"x {context.run.world_size} {context.run.config.optim} {context.run.metadata['remarks']}"
+            row["means"] = cause([row, *rows], setup)
         yield from rows
         if failed:
             return

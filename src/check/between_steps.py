@@ -2,9 +2,9 @@
 that the run resumes from a checkpoint bit for bit."""
 
 import math
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 from src.check.context import CheckContext, checksum
 from src.check.findings import EXACT, Row, finding, none_differ, relative_error, worst
 from src.check.start import AT_ONCE, evaluating_less, spread
+from src.checkpoint.files import discard
 from src.checkpoint.resume import find_checkpoint, load_checkpoint
 from src.checkpoint.rng import random_state
 from src.checkpoint.store import Store
@@ -42,8 +43,8 @@ def check_evaluation(context: CheckContext) -> Iterator[Row]:
     assert evaluation  # nothing stops it
     changed = [name for name in before if after[name] != before[name]]
     yield none_differ("state afterwards", changed, f"{', '.join(before)}: as before")
-    model = context.reference.eval()
-    loss, outputs = evaluate_on_one_process(context.task, model, less.eval_set, AT_ONCE, run.device)
+    by_hand = partial(evaluate_on_one_process, context.task, context.reference.eval(), device=run.device)
+    loss, outputs = by_hand(less.eval_set, AT_ONCE)
     for name, expected in metrics_of(task, loss, len(less.eval_set), outputs).items():
         found = evaluation.metrics.get(name, math.nan)
         is_close = bool(np.isclose(found, expected, rtol=EXACT, atol=EXACT, equal_nan=True))
@@ -54,8 +55,8 @@ def check_evaluation(context: CheckContext) -> Iterator[Row]:
     packed = max(samples(run.train_set, indices), key=lambda example: len(task.documents(example)))
     if len(documents := task.documents(packed)) > 1:
         together, alone, kind = [packed], documents, "packed documents"
-    found, _ = evaluate_on_one_process(context.task, model, together, AT_ONCE, run.device)
-    expected, _ = evaluate_on_one_process(context.task, model, alone, 1, run.device)
+    found, _ = by_hand(together, AT_ONCE)
+    expected, _ = by_hand(alone, 1)
     errors = {f"{len(alone)} {kind}": relative_error(found, expected)}
     yield worst("loss of examples alone", errors, EXACT)
 
@@ -82,7 +83,7 @@ def check_checkpoint(context: CheckContext) -> Iterator[Row]:
         STEPS, output_dir=str(folder), checkpoint=Checkpoint(), resume="auto", check=False, max_steps=steps
     )
     if run.is_main:
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier check that was killed
+        discard(folder)  # of an earlier check that was killed
     run.accelerator.wait_for_everyone()
     # else results depend on the order of atomic additions; with warn_only=True flash attention's backward still would
     torch.use_deterministic_algorithms(run.device.type != "cpu")
@@ -108,12 +109,12 @@ def check_checkpoint(context: CheckContext) -> Iterator[Row]:
     finally:
         torch.use_deterministic_algorithms(False)
         if run.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+            discard(folder)
 
 
 def _continue(context: CheckContext, run: Run) -> str:
     """Take the next steps. Return their losses and a checksum of this process's weights and optimizer state."""
-    steps = context.micro_batches(run.progress.step)
-    losses = [str(mean_loss(run.accelerator, context.step(run, next(steps)))) for _ in range(STEPS)]
+    results = [context.step(run, context.micro_batches(run.progress.step)) for _ in range(STEPS)]
+    losses = ", ".join(str(mean_loss(run.accelerator, result)) for result in results)
     left = checksum(sorted(run_tensors(run.model, run.optimizers).items()))
-    return f"{', '.join(losses)}, checksum {left}, step {run.progress.step}"
+    return f"{losses}, checksum {left}, step {run.progress.step}"

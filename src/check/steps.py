@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from src.check.context import CheckContext, checksum, named_tensors, whole
+from src.check.context import CheckContext, checksum, named_tensors, unsharded
 from src.check.findings import (
     EXACT,
     Errors,
@@ -57,7 +57,7 @@ def check_steps(context: CheckContext) -> Iterator[Row]:
     def capture(*_: Any) -> None:
         for name, parameter in context.unwrapped.named_parameters():
             if parameter.grad is not None:
-                found[name] = whole(parameter.grad, run.device).clone()
+                found[name] = unsharded(parameter.grad, run.device).clone()
 
     hook = run.optimizers[0].register_step_pre_hook(capture)
     for step, size in ((0, own), (1, _other_size(context)), (run.steps_per_epoch - 1, own)):
@@ -67,7 +67,7 @@ def check_steps(context: CheckContext) -> Iterator[Row]:
         for model in (run.model, context.reference):
             model.train(not is_reordered and run.cp_size == 1)  # dropout would differ
         context.copy_to_reference()
-        expected, expected_loss = _gradients_by_hand(context, next(context.micro_batches(step, task=context.task)))
+        expected, expected_loss = _gradients_by_hand(context, context.micro_batches(step, task=context.task))
         expected_norm = norm(expected.values())
         # at the peak learning rate, updates are far above the weights' rounding
         changes: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0}
@@ -78,7 +78,7 @@ def check_steps(context: CheckContext) -> Iterator[Row]:
         at = context.at(step, optim=optim.model_copy(update=changes))
         found.clear()
         context.seed()
-        result = context.step(at, next(context.micro_batches(step, micro_batch_size=size)))
+        result = context.step(at, context.micro_batches(step, micro_batch_size=size))
         errors["gradients", bound] |= relative_errors(found, expected, where)
         errors["loss", exact][where] = relative_error(mean_loss(run.accelerator, result), expected_loss)
         errors["norm", bound][where] = relative_error(result.norm.item(), expected_norm)
@@ -94,7 +94,7 @@ def check_cost(context: CheckContext) -> Iterator[Row]:
     """Take a step of one micro-batch and a step of two. In the second, DDP must not communicate more, and FSDP at most
     twice as often. Micro-batches are single examples, so that each process has two of them."""
     context.run.model.eval()  # BatchNorm needs several examples
-    micro_batches = next(context.micro_batches(0, micro_batch_size=1))
+    micro_batches = context.micro_batches(0, micro_batch_size=1)
     with Collectives() as one:
         context.step(context.at(0), micro_batches[:1])
     with Collectives() as two:
@@ -144,10 +144,11 @@ def _update_errors(context: CheckContext, gradients: Tensors, where: str) -> Err
     for optimizer in context.reference_optimizers:
         optimizer.step()
     context.reference.zero_grad()
-    for name, parameter in context.unwrapped.named_parameters():
-        found, expected = whole(parameter, context.run.device), reference[name].detach()
-        scale = norm([expected - before[name]]) + 1e-4 * norm([expected]) + 1e-30
-        errors[f"{name}, {where}"] = norm([found - expected]) / scale
+    for name, found in context.all_tensors():
+        if name in reference:
+            expected = reference[name].detach()
+            scale = norm([expected - before[name]]) + 1e-4 * norm([expected]) + 1e-30
+            errors[f"{name}, {where}"] = norm([found - expected]) / scale
     return errors
 
 
@@ -157,7 +158,7 @@ def _rate_errors(context: CheckContext) -> Errors:
     run, per_epoch, errors = context.run, context.run.steps_per_epoch, {}
     optim = run.config.optim.model_copy(update={"lr": TINY * run.config.optim.lr})
     total, length = run.total_steps, run.config.schedule_steps(len(run.train_set))
-    one_example = next(context.micro_batches(0, micro_batch_size=1))[:1]
+    one_example = context.micro_batches(0, micro_batch_size=1)[:1]
     run.model.eval()  # BatchNorm needs several
     for step in sorted({0, per_epoch - 1, per_epoch, 2 * per_epoch, total // 2, total - 1} & {*range(total)}):
         context.step(context.at(step, optim=optim), one_example)
@@ -179,8 +180,7 @@ def _replicas(context: CheckContext) -> Row:
 
 
 def _other_size(context: CheckContext) -> int:
-    """Return the possible micro-batch size nearest to the run's own, or its own if there is no other."""
+    """Return half of the run's own micro-batch size, or twice as much, or else 1: the first that divides its shard."""
     config, data_size = context.run.config, context.run.data_size
-    shard, own = config.global_batch_size // data_size, config.forward_batch_size(data_size)
-    others = (size for size in range(1, shard + 1) if shard % size == 0 and size != own)
-    return min(others, key=lambda size: abs(size - own), default=own)
+    own = config.forward_batch_size(data_size)
+    return next(size for size in (own // 2, 2 * own, 1) if size and config.global_batch_size // data_size % size == 0)
