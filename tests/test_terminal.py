@@ -271,9 +271,7 @@ def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(launch
     assert run.stderr == ""
     assert run.stdout.splitlines()[-2].startswith("dry run: 14 of 14 steps to take, evaluating every 8, saving")
     assert ", 2 processes" in run.stdout
-    assert (
-        "optimizer  name=adamw*, lr=0.003*, schedule=one_cycle*, warmup_steps=0.3*, max_grad_norm=" in run.stdout
-    )
+    assert "optimizer  name=adamw*, lr=0.003*, schedule=one_cycle*, warmup_steps=0.3*, max_grad_norm=" in run.stdout
     assert f"output     {tmp_path}/a/b" in run.stdout
     task = Mnist(source="digits")
     first = [f"training example {i}, in step 1:\n{digit(task, i)}" for i in order(epoch=0)[:2]]
