@@ -526,7 +526,7 @@ def test_whatever_is_in_a_runs_files_ends_in_one_line(  # room: tools+report
     folder = tmp_path / "runs" / "run"
     newest = folder / "checkpoints" / "step_00000014"
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(report, "plots", lambda _: {})  # which take a second
+    monkeypatch.setattr(report, "draw_plots", lambda _: {})  # which take a second
     monkeypatch.setattr(files, "read_yaml", functools.cache(read_yaml))
     is_config = name == "config.yaml"
     file = folder / name if is_config else newest / name

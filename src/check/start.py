@@ -48,7 +48,7 @@ class IndexTask:
     """A run's task whose examples are their own indices: a batch is a list of what is read. The order is the run's."""
 
     run: Run
-    collate = staticmethod(list)
+    collate = staticmethod(list[int])
 
     def order(self, _indices: Examples, *drawn: Any) -> Indices:
         return self.run.task.order(self.run.train_set, *drawn)
