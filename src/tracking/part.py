@@ -86,7 +86,7 @@ class Guarded(Part):
     def log(self, *results: Any) -> None:
         if self._entries.full():
             self._abandon(f"{MAX_WAITING:,} entries wait for it")
-        else:
+        elif not self.failure:
             self._entries.put(results)
 
     def end(self, *how: Any) -> None:
