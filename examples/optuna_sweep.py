@@ -8,10 +8,11 @@ from pathlib import Path
 import optuna  # pip install -e '.[sweeps]'
 from optuna.storages import RDBStorage
 
-from src.checkpoint.files import read_json, read_lines
+from src.checkpoint.files import read_json
 from src.config.config import load_config
 from src.distributed.process import SIGNALS, end_with_parent, exit_codes
 from src.tasks import SETTINGS, TASKS
+from src.tracking.records import read_records
 
 METRIC, GOAL = "eval/accuracy", optuna.study.StudyDirection.MAXIMIZE
 RANGES = {"optim.lr": (3e-4, 3e-2), "optim.weight_decay": (1e-3, 1e-1)}  # drawn on a logarithmic scale
@@ -28,7 +29,7 @@ def train(trial: optuna.Trial, folder: Path, settings: list[str]) -> float:
     with subprocess.Popen(command, preexec_fn=end_with_parent) as process:
         while process.poll() is None:
             time.sleep(0.5)
-            for record in read_lines(folder / name / "metrics.jsonl"):
+            for record in read_records(folder / name / "metrics.jsonl"):
                 if METRIC in record and record["step"] > last_step:
                     trial.report(record[METRIC], last_step := record["step"])
             if SIGNALS.name or trial.should_prune():

@@ -28,7 +28,7 @@ FILES = {
     " examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md plan/four_bits.py"
     " plan/benchmarks plan/figures.md",
-    "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
+    "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tracking/next_step.py"
     " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",
     "trackers": "src/tracking/accelerate_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/wandb.py sweeps",
@@ -57,7 +57,7 @@ ABOUT = {
 }
 """What the rooms do that `make new` offers to leave out. It leaves out the others in any case."""
 SHARED = {
-    "src/tracking/guard.py": {"wandb", "trackers"},
+    "src/tracking/records.py": {"report", "examples"},
     "tests/test_trackers.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},
     "scripts/rooms.py": {*FILES},

@@ -8,4 +8,3 @@ require_installed()
 # silence what libraries warn about each other
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao is out of date
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels is missing
-logging.getLogger("opentelemetry.sdk").setLevel(logging.ERROR)  # W&B shuts it down twice on Python 3.14  # room: wandb

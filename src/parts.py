@@ -13,22 +13,21 @@ from src.checkpoint.mirror import Mirror
 from src.checkpoint.store import Store
 from src.config.config import Config
 from src.distributed.machines import join
-from src.tools.next_step import NextStep
 from src.tracking.accelerate_trackers import TensorBoard, Trackio
-from src.tracking.guard import guarded
+from src.tracking.next_step import NextStep
 from src.tracking.part import Part, Parts
 from src.tracking.report import Report
 from src.tracking.summary import dry_run
 from src.tracking.wandb import WandbPart
 from src.training.run import Run
 
-PARTS: list[Callable[[Run, str], Part]] = [
+PARTS: list[type[Part]] = [
     # their closing lines are printed in this order
     Report,  # room: report
     NextStep,  # room: tools
-    guarded(WandbPart),  # room: wandb
-    guarded(Trackio),  # room: trackers
-    guarded(TensorBoard),  # room: trackers
+    WandbPart,  # room: wandb
+    Trackio,  # room: trackers
+    TensorBoard,  # room: trackers
 ]
 MODES: dict[str, Callable[..., bool]] = {
     "check": run_checks,  # room: check

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
@@ -20,7 +21,7 @@ from playwright.sync_api import sync_playwright
 
 from src.config.errors import UserError
 from src.tracking.plots import draw_curves
-from src.tracking.report import report_line, write_report
+from src.tracking.report import Report, write_report
 from tests.launching import PROJECT, Launch, Whole, slow
 from tests.test_tables import SHORT
 
@@ -208,19 +209,25 @@ def test_trials_are_ranked_best_first_by_their_metric(tmp_path: Path) -> None:
 
 def test_why_there_is_no_report_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried without `except`: it fails the run."""
+
+    def closing(folder: Path) -> str:
+        part = Report(Mock(**{"config.folder": folder}), "id")
+        part.end({"step": 1}, None)
+        return part.closing
+
     folder = run_folder(tmp_path / "run", [training(1)])
-    assert report_line(folder) == f"  report     {folder}/report.html"
+    assert closing(folder) == f"  report     {folder}/report.html"
     monkeypatch.setitem(sys.modules, "src.tracking.plots", None)
-    assert "none: " in report_line(folder)
-    assert report_line(tmp_path).count("\n") == 0
+    assert "none: " in closing(folder)
+    assert closing(tmp_path).count("\n") == 0
 
 
-def test_a_check_ends_with_a_report_which_that_of_a_run_shows_too(launch: Launch, tmp_path: Path) -> None:
-    """By the command, which writes it where it is told."""
+def test_the_command_shows_what_a_check_found_alone_and_beside_its_run(launch: Launch, tmp_path: Path) -> None:
+    """It writes the page where it is told."""
     run, other = run_folder(tmp_path / "run", [training(1)]), tmp_path / "other.html"
     if CAN_CHECK:
         check = launch("cpu", "--check", "--global_batch_size=16").succeeded()
-        assert "all checks passed" in (check.folder / "report.html").read_text()
+        assert "all checks passed" in page(check.folder)
         shutil.copy(check.folder / "check.json", run)
     done = launch("cpu", str(run), f"--output={other}", script="src/tracking/report.py").succeeded()
     assert done.stdout == f"{other}\n"

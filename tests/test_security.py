@@ -526,7 +526,7 @@ def test_whatever_is_in_a_runs_files_ends_in_one_line(  # room: tools+report
     folder = tmp_path / "runs" / "run"
     newest = folder / "checkpoints" / "step_00000014"
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(report, "plots", lambda _: {})  # which take a second
+    monkeypatch.setattr(report, "draw_plots", lambda _: {})  # which take a second
     monkeypatch.setattr(files, "read_yaml", functools.cache(read_yaml))
     is_config = name == "config.yaml"
     file = folder / name if is_config else newest / name
@@ -659,7 +659,7 @@ def test_a_secret_of_an_old_run_is_in_no_report_and_no_card(whole: Whole, tmp_pa
     assert "https://***@host/x?token=***" in card
     assert "SECRET" not in card
     if (PROJECT / "src/tracking/report.py").exists():
-        import_module("src.tracking.report").report_line(folder)
+        import_module("src.tracking.report").write_report([folder], folder / "report.html")
         page = (folder / "report.html").read_text()
         assert "https://***@host" in page
         assert "SECRET" not in page

@@ -271,8 +271,7 @@ def test_a_dry_run_of_a_new_run_says_what_would_happen_and_leaves_nothing(launch
     assert run.stderr == ""
     assert run.stdout.splitlines()[-2].startswith("dry run: 14 of 14 steps to take, evaluating every 8, saving")
     assert ", 2 processes" in run.stdout
-    chosen = "adamw*, lr 0.003*, one_cycle*, warm-up 30%*, no clipping*, weight decay 0.01*  (* the default)"
-    assert f"optimizer  {chosen}\n" in run.stdout
+    assert "optimizer  name=adamw*, lr=0.003*, schedule=one_cycle*, warmup_steps=0.3*, max_grad_norm=" in run.stdout
     assert f"output     {tmp_path}/a/b" in run.stdout
     task = Mnist(source="digits")
     first = [f"training example {i}, in step 1:\n{digit(task, i)}" for i in order(epoch=0)[:2]]
@@ -283,7 +282,7 @@ def test_a_batch_that_takes_all_data_gets_a_line(launch: Launch) -> None:
     """Tried with one of 1,437, which leaves an example for another step."""
     run = launch("cpu", "--task.source=digits", "--global_batch_size=1438", "--optim.max_grad_norm=1", "--dry-run")
     assert "one step per epoch: global_batch_size=1,438 takes all training data\n" in run.succeeded().stdout
-    assert "warm-up 30%*, clipping at 1, weight decay 0.01*  (* the default)\n" in run.stdout
+    assert "warmup_steps=0.3*, max_grad_norm=1.0, weight_decay=0.01*  (* the default)\n" in run.stdout
 
 
 def test_a_dry_run_loads_the_resume_point_and_touches_nothing(launch: Launch, whole: Whole, tmp_path: Path) -> None:

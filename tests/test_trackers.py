@@ -17,9 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trackio.sqlite_storage import SQLiteStorage
 
 from src.config import terminal
-from src.tracking import guard
-from src.tracking.guard import Guarded
-from src.tracking.part import Part, Parts
+from src.tracking import part as parts
+from src.tracking.part import Guarded, Part, Parts
 from src.training.progress import Progress
 from src.training.state import RunState
 from tests.faults.runs import ALL, ORIGIN, assert_same_run, checkpoints, curve, lines, without_times
@@ -59,10 +58,10 @@ def hang(*_: object) -> None:
 )
 def test_a_faulty_one_is_left(monkeypatch: pytest.MonkeyPatch, method: str, fault: Any, why: Any, calls: str) -> None:
     """Tried without the thread: it waits forever."""
-    monkeypatch.setattr(guard, "HANG_SECONDS", 0.3)
+    monkeypatch.setattr(parts, "HANG_SECONDS", 0.3)
     recorder, said, began = Mock(spec=Part, title="X"), list[str](), time.monotonic()
     getattr(recorder, method).side_effect = fault
-    monkeypatch.setattr(guard, "say", said.append)
+    monkeypatch.setattr(parts, "say", said.append)
     guarded = Guarded(recorder)
     guarded.start()
     for _ in range(2):
@@ -73,8 +72,26 @@ def test_a_faulty_one_is_left(monkeypatch: pytest.MonkeyPatch, method: str, faul
     time.sleep(0.1)
     assert guarded.failure == why
     assert " ".join(name for name, _, _ in recorder.method_calls) == calls
-    warning = f"WARNING: X failed ({why}); training continues, logged in metrics.jsonl"
+    warning = f"WARNING: X failed ({why}); training continues and is logged to metrics.jsonl"
     assert said == ([warning] if why and method != "start" else [])
+
+
+def test_one_that_falls_behind_is_left_without_anyone_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once as many entries wait as the queue holds. Tried with an unbounded queue: it fills the memory, and is told of
+    at the end."""
+    monkeypatch.setattr(parts, "MAX_WAITING", 3)
+    said = list[str]()
+    monkeypatch.setattr(parts, "say", said.append)
+    recorder, began = Mock(spec=Part, title="X"), time.monotonic()
+    recorder.log.side_effect = hang
+    guarded = Guarded(recorder)
+    guarded.start()
+    for _ in range(10):
+        guarded.log({"step": 1}, {})
+    assert said == ["WARNING: X failed (3 entries wait for it); training continues and is logged to metrics.jsonl"]
+    guarded.end(None, None)
+    assert time.monotonic() < began + 1
+    assert len(said) == 1
 
 
 def test_they_have_each_record(recorded: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # room: trackers
@@ -107,7 +124,7 @@ def test_a_wandb_service_that_dies_or_hangs(launch: Launch, whole: Whole, signal
     """The run goes on, its summary says so, and it ends. Tried without `abandon`: the process does not end."""
     before = dedent(f"""
         import psutil
-        from src.tracking import guard, wandb
+        from src.tracking import part, wandb
         log = wandb.WandbPart.log
         def stop(self, record, tables):
             log(self, record, tables)
@@ -115,12 +132,12 @@ def test_a_wandb_service_that_dies_or_hangs(launch: Launch, whole: Whole, signal
                 (service,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
                 service.{signal}()
                 if "{signal}" == "suspend":
-                    guard.HANG_SECONDS = 3.0  # from here on: under load a start takes as long
+                    part.HANG_SECONDS = 3.0  # from here on: under load a start takes as long
         wandb.WandbPart.log = stop
     """)
     run = launch("cpu", *ALL, wandb="offline", before=before).succeeded()
     (line,) = [line for line in run.stdout.splitlines() if "W&B failed" in line or "Traceback" in line]
-    assert re.fullmatch(rf"WARNING: W&B failed \(({why})\); training continues, logged in metrics.jsonl", line)
+    assert re.fullmatch(rf"WARNING: W&B failed \(({why})\); training continues and is logged to metrics.jsonl", line)
     assert re.fullmatch(why, run.summary["tracker_failures"]["W&B"])
     assert_same_run(run, whole("cpu", *ALL))
 
@@ -245,9 +262,10 @@ def test_it_is_said_how_to_upload_a_run_that_was_stopped(monkeypatch: pytest.Mon
     """Or has crashed, but not of one that is lost. Tried with a summary asked for: nothing is said."""
     said = list[str]()
     monkeypatch.setattr("src.tracking.part.say", said.append)
-    here, lost = Mock(spec=Part, closing="upload this", failure=None), Mock(spec=Part, closing="that", failure="why")
+    here, lost = (Mock(spec=Part, tracker="", closing=closing) for closing in ("upload this", "that"))
+    here.failure, lost.failure = None, "why"
     run = Mock(is_main=True, **{"resume.own_state.return_value": None})
-    Parts(run, [lambda *_: here, lambda *_: lost]).end(None)
+    Parts(run, [Mock(return_value=here), Mock(return_value=lost)]).end(None)
     assert said == ["upload this"]
 
 

@@ -11,13 +11,12 @@ from textwrap import wrap
 import torch
 
 from src.check.between_steps import check_checkpoint, check_evaluation
+from src.check.context import CheckContext, Evaluate
 from src.check.findings import Row, cause, gather, lines, worst_process
 from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_cost, check_steps
-from src.check.subject import CheckContext, Evaluate
 from src.checkpoint.files import write_json
 from src.config.terminal import say
-from src.tracking.report import report_line
 from src.training.batches import TrainStep
 from src.training.run import Run
 
@@ -49,20 +48,19 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
         config.folder.mkdir(parents=True, exist_ok=True)
         write_json(file, {"passed": not failed, "checks": rows, "config": config.model_dump(mode="json")})
         say(f"FAILED: {failed[0]}; see {file}" if failed else f"all checks passed; see {file}")
-        say(report_line(config.folder))  # room: report
     return not failed
 
 
-def examine(subject: CheckContext) -> Iterator[Row]:
+def examine(context: CheckContext) -> Iterator[Row]:
     """Yield the findings of the checks in turn. Stop after the first check that fails, as later ones would only show
     its consequences. Collective."""
     for name, check in CHECKS.items():
-        everywhere = gather([{"check": name} | row for row in check(subject)])
+        everywhere = gather([{"check": name} | row for row in check(context)])
         rows = [*map(worst_process, zip(*everywhere, strict=True))]
         failed = [row for row in rows if row["means"]]
         for row in failed[:1]:
-            facts = f"x {subject.run.world_size} {subject.run.config.optim} {subject.run.metadata['remarks']}"
-            row["means"] = cause([row, *rows], facts)
+            setup = f"x {context.run.world_size} {context.run.config.optim} {context.run.metadata['remarks']}"
+            row["means"] = cause([row, *rows], setup)
         yield from rows
         if failed:
             return

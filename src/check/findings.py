@@ -32,11 +32,11 @@ def finding(what: str, measured: str, bound: str, is_right: bool) -> Row:
     return {"what": what, "measured": measured, "bound": bound, "result": result, "means": means}
 
 
-def cause(rows: list[Row], facts: str) -> str:
+def cause(rows: list[Row], setup: str) -> str:
     """Return what a failure usually means, and how to fix it: the first entry of CAUSES whose pattern matches these
-    rows, the one that failed first and then all of its check, followed by facts about the run."""
+    rows, the one that failed first and then all of its check, followed by the run's setup."""
     text = "".join(f"{row['result']} {row['what']}: {row['measured']} [{row['bound']}]\n" for row in rows)
-    return next(means for pattern, means in CAUSES.items() if re.match(pattern, text + facts))
+    return next(means for pattern, means in CAUSES.items() if re.match(pattern, text + setup))
 
 
 def none_differ(what: str, differing: Iterable[str], bound: str) -> Row:

@@ -3,9 +3,8 @@ read once, and that all processes start with the weights that a single process w
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,11 +15,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, Subset
 
+from src.check.context import CheckContext, checksum, named_tensors
 from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_indices
-from src.check.subject import CheckContext, checksum, named_tensors, whole
 from src.config.environment import LaunchEnv
 from src.distributed.accelerator import sharded_units
+from src.tasks.base import Counts, Examples, Indices
 from src.training.batches import MicroBatch, evaluation_batches, fetch_batch, training_steps
 from src.training.run import Run
 
@@ -32,64 +32,73 @@ IMPLEMENTATION = {"params", "lr", "foreach", "fused", "capturable", "differentia
 """Settings of a parameter group that don't change the result, and the learning rate, which has a check of its own."""
 
 
-def check_launch(subject: CheckContext) -> Iterator[Row]:
+def check_launch(context: CheckContext) -> Iterator[Row]:
     """Look at the processes and the model themselves, not at what the launcher or Accelerate says about them."""
-    run, asked = subject.run, LaunchEnv()
+    run, asked = context.run, LaunchEnv()
     wanted = "FSDP" if asked.fsdp else "DDP" if asked.world_size > 1 else "one process"
     kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
     if units := sharded_units(run.model):
         kind = "FSDP" if len(units) > 1 else "FSDP of the root alone"
-    joined = len(gather(None))
-    found, expected = f"{kind} x {joined}", f"{wanted} x {asked.world_size}"
+    found, expected = f"{kind} x {len(gather(None))}", f"{wanted} x {asked.world_size}"
     yield finding("strategy", found, expected, found == expected)
 
 
+@dataclass(frozen=True)
+class IndexTask:
+    """A run's task whose examples are their own indices: a batch is a list of what is read. The order is the run's."""
+
+    run: Run
+    collate = staticmethod(list[int])
+
+    def order(self, _indices: Examples, *drawn: Any) -> Indices:
+        return self.run.task.order(self.run.train_set, *drawn)
+
+    def augmented(self, indices: Examples, _seed: list[int]) -> Examples:
+        return indices
+
+    def count(self, batch: list[int]) -> Counts:
+        return {"targets": len(batch)}
+
+
 def reading_indices(run: Run) -> Run:
-    """Return the run with its own order of the data, but indices instead of examples: its batches then show which
-    examples are read."""
-    task = SimpleNamespace(
-        order=lambda _, *drawn: run.task.order(run.train_set, *drawn),
-        augmented=lambda train, _: train,
-        collate=list,
-        count=lambda batch: {"targets": len(batch)},
-    )
-    config = run.config.model_copy(update={"task": task})
+    """Return the run with indices in place of its examples."""
+    config = run.config.model_copy(update={"task": IndexTask(run)})
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
 
 
-def evaluating_less(subject: CheckContext) -> Run:
+def evaluating_less(context: CheckContext) -> Run:
     """Return the run with a shorter evaluation set and small batches. The last batch is a single example, so all
     processes but one compute on a dummy."""
-    size = AT_ONCE * subject.run.data_size
-    most = min(len(subject.run.eval_set), MAX_BATCHES * size)
-    dataset: Any = Subset(subject.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
-    return replace(subject.at(0, micro_batch_size=AT_ONCE), eval_set=dataset, examples_in_cache=0)
+    size = AT_ONCE * context.run.data_size
+    most = min(len(context.run.eval_set), MAX_BATCHES * size)
+    dataset: Any = Subset(context.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
+    return replace(context.at(0, micro_batch_size=AT_ONCE), eval_set=dataset, examples_in_cache=0)
 
 
-def check_data(subject: CheckContext) -> Iterator[Row]:
+def check_data(context: CheckContext) -> Iterator[Row]:
     """Follow the run's own data path, from the sampler to the batches, including workers."""
-    run, per_epoch = subject.run, subject.run.steps_per_epoch
+    run, per_epoch = context.run, context.run.steps_per_epoch
     set_seed(run.config.seed)
-    some = [fetch_batch(subject.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
+    some = [fetch_batch(context.task, dataset, spread(dataset, 8)) for dataset in (run.train_set, run.eval_set)]
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
     yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0])
     indexed = reading_indices(run)
     for what, first in (("epoch 1", 0), ("epoch 1, resumed after step 1", 1)):
         steps = training_steps(indexed, first, first + per_epoch)
         yield _as_by_hand(run, what, steps, [*islice(_by_hand(run, first), per_epoch)])
-    others = []
+    others, is_augmented = [], False
     for epoch in (0, 1, 2, max(3, run.total_steps // per_epoch - 1)):
-        micro_batches = next(subject.micro_batches(epoch * per_epoch))
-        if checksum([batch.data for batch in micro_batches if batch.weight]) != checksum(_drawn(run, epoch)):
+        batch = context.micro_batches(epoch * per_epoch)[0]
+        indices = next(_by_hand(run, epoch * per_epoch))[: run.config.forward_batch_size(run.data_size)]
+        augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
+        is_augmented |= augmented is not run.train_set
+        if batch.weight and checksum(batch.data) != checksum(fetch_batch(run.task, augmented, indices)):
             others.append(f"epoch {epoch + 1}")
-    is_augmented = run.task.augmented(run.train_set, [run.config.seed, 0, 1]) is not run.train_set
     yield none_differ("the first examples of epochs", others, f"as drawn by hand{', augmented' * is_augmented}")
-    less = evaluating_less(subject)
-    steps_read = ([batch] for batch in evaluation_batches(reading_indices(less), subject.stop))
-    size = AT_ONCE * run.data_size
-    batches = BatchSampler(range(len(less.eval_set)), size, drop_last=False)
-    expected = [batch[run.data_rank :: run.data_size] for batch in batches]
-    yield _as_by_hand(run, "evaluation", steps_read, expected)
+    less = evaluating_less(context)
+    steps = ([batch] for batch in evaluation_batches(reading_indices(less), context.stop))
+    batches = BatchSampler(range(len(less.eval_set)), AT_ONCE * run.data_size, drop_last=False)
+    yield _as_by_hand(run, "evaluation", steps, [batch[run.data_rank :: run.data_size] for batch in batches])
 
 
 def _by_hand(run: Run, first: int) -> Iterator[list[int]]:
@@ -103,16 +112,8 @@ def _as_by_hand(run: Run, what: str, steps: Iterable[list[MicroBatch]], expected
     found = [[index for batch in step if batch.weight for index in batch.data] for step in steps]
     # count processes that share sequences once
     read, due = (Counter(tree_leaves(gather(steps)[:: run.cp_size])) for steps in (found, expected))
-    measured = f"{read.total():,} read, {(due - read).total():,} left out, {(read - due).total():,} too often"
+    measured = f"{read.total():,} read, {(due - read).total():,} missing, {(read - due).total():,} duplicated"
     return finding(what, measured, "as on one process, in this order", found == expected)
-
-
-def _drawn(run: Run, epoch: int) -> list[Any]:
-    """Work out by hand which augmented batches this process should read in the first step of an epoch."""
-    augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
-    own = next(_by_hand(run, epoch * run.steps_per_epoch))
-    micro_batches = BatchSampler(own, run.config.forward_batch_size(run.data_size), drop_last=False)
-    return [fetch_batch(run.task, augmented, indices) for indices in micro_batches]
 
 
 def spread(dataset: Any, most: int) -> list[int]:
@@ -120,20 +121,16 @@ def spread(dataset: Any, most: int) -> list[int]:
     return [*range(0, len(dataset), -(-len(dataset) // most))]
 
 
-def check_start(subject: CheckContext) -> Iterator[Row]:
+def check_start(context: CheckContext) -> Iterator[Row]:
     """Compare the run before its first step with the reference."""
-    expected = named_tensors(subject.reference)
-    differing = [
-        name
-        for name, tensor in named_tensors(subject.unwrapped).items()
-        if not torch.equal(whole(tensor, subject.run.device), expected[name])
-    ]
+    expected = named_tensors(context.reference)
+    differing = [name for name, tensor in context.all_tensors() if not torch.equal(tensor, expected[name])]
     yield none_differ("weights and buffers", differing, "as on one process, bitwise")
-    settings = _settings(subject.unwrapped, subject.run.optimizers)
-    wanted = _settings(subject.reference, subject.reference_optimizers)
+    settings = _settings(context.unwrapped, context.run.optimizers)
+    wanted = _settings(context.reference, context.reference_optimizers)
     wrong = sorted(settings - wanted) or sorted(wanted - settings)
     yield none_differ("settings of the optimizer", wrong, "as in optim")
-    alike = gather(subject.rng_checksum).count(subject.rng_checksum)
+    alike = gather(context.rng_checksum).count(context.rng_checksum)
     yield finding("processes that draw the same numbers next", str(alike), "1", alike == 1)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from src.check.context import CheckContext, checksum, named_tensors, unsharded
 from src.check.findings import (
     EXACT,
     Errors,
@@ -21,7 +22,6 @@ from src.check.findings import (
     worst,
 )
 from src.check.reference import accumulate_gradients, all_reduce, average_gradients
-from src.check.subject import CheckContext, checksum, named_tensors, whole
 from src.tasks.base import Tensors
 from src.training.batches import MicroBatch
 from src.training.optim import lr_at
@@ -42,32 +42,32 @@ TINY = 2.0**-100
 """A factor that makes learning rates too small to change any weight; as a power of two it scales exactly."""
 
 
-def check_steps(subject: CheckContext) -> Iterator[Row]:
+def check_steps(context: CheckContext) -> Iterator[Row]:
     """Take an epoch's first step, its second one in micro-batches of another size, and its last, ragged one.
 
     Before each step, the reference gets the run's weights. It computes its own gradients, but updates with the run's:
     a fault then shows either in the gradients or in the updates.
     """
-    run, config = subject.run, subject.run.config
+    run, config = context.run, context.run.config
     own, optim = config.forward_batch_size(run.data_size), config.optim
     update_bound = MUON_UPDATE if optim.name == "muon" and run.accelerator.is_fsdp2 else UPDATE
     errors: dict[tuple[str, float], Errors] = defaultdict(dict)  # by what is compared and its bound
     found: Tensors = {}
 
     def capture(*_: Any) -> None:
-        for name, parameter in subject.unwrapped.named_parameters():
+        for name, parameter in context.unwrapped.named_parameters():
             if parameter.grad is not None:
-                found[name] = whole(parameter.grad, run.device).clone()
+                found[name] = unsharded(parameter.grad, run.device).clone()
 
     hook = run.optimizers[0].register_step_pre_hook(capture)
-    for step, size in ((0, own), (1, _other_size(subject)), (run.steps_per_epoch - 1, own)):
+    for step, size in ((0, own), (1, _other_size(context)), (run.steps_per_epoch - 1, own)):
         where, is_reordered = f"step {step + 1}", config.compile or size != own
         exact = REORDERED if is_reordered else EXACT
         bound = COMPRESSED if run.launch.comm_hook else exact
-        for model in (run.model, subject.reference):
+        for model in (run.model, context.reference):
             model.train(not is_reordered and run.cp_size == 1)  # dropout would differ
-        subject.copy_to_reference()
-        expected, expected_loss = _gradients_by_hand(subject, next(subject.micro_batches(step, task=subject.task)))
+        context.copy_to_reference()
+        expected, expected_loss = _gradients_by_hand(context, context.micro_batches(step, task=context.task))
         expected_norm = norm(expected.values())
         # at the peak learning rate, updates are far above the weights' rounding
         changes: dict[str, Any] = {"schedule": "constant", "warmup_steps": 0}
@@ -75,31 +75,31 @@ def check_steps(subject: CheckContext) -> Iterator[Row]:
             limit = changes["max_grad_norm"] = expected_norm * (2.0 if step == 0 else 0.5)
             clip = min(1.0, limit / (expected_norm + 1e-6))
             expected = {name: gradient * clip for name, gradient in expected.items()}
-        at = subject.at(step, optim=optim.model_copy(update=changes))
+        at = context.at(step, optim=optim.model_copy(update=changes))
         found.clear()
-        subject.seed()
-        result = subject.step(at, next(subject.micro_batches(step, micro_batch_size=size)))
+        context.seed()
+        result = context.step(at, context.micro_batches(step, micro_batch_size=size))
         errors["gradients", bound] |= relative_errors(found, expected, where)
         errors["loss", exact][where] = relative_error(mean_loss(run.accelerator, result), expected_loss)
         errors["norm", bound][where] = relative_error(result.norm.item(), expected_norm)
-        errors["updates", update_bound] |= _update_errors(subject, found, where)
+        errors["updates", update_bound] |= _update_errors(context, found, where)
     hook.remove()
-    errors["learning rate", LEARNING_RATE] = _rate_errors(subject)
+    errors["learning rate", LEARNING_RATE] = _rate_errors(context)
     for (what, bound), by_name in errors.items():
         yield worst(what, by_name, bound)
-    yield _replicas(subject)
+    yield _replicas(context)
 
 
-def check_cost(subject: CheckContext) -> Iterator[Row]:
+def check_cost(context: CheckContext) -> Iterator[Row]:
     """Take a step of one micro-batch and a step of two. In the second, DDP must not communicate more, and FSDP at most
     twice as often. Micro-batches are single examples, so that each process has two of them."""
-    subject.run.model.eval()  # BatchNorm needs several examples
-    micro_batches = next(subject.micro_batches(0, micro_batch_size=1))
+    context.run.model.eval()  # BatchNorm needs several examples
+    micro_batches = context.micro_batches(0, micro_batch_size=1)
     with Collectives() as one:
-        subject.step(subject.at(0), micro_batches[:1])
+        context.step(context.at(0), micro_batches[:1])
     with Collectives() as two:
-        subject.step(subject.at(0), micro_batches[:2])
-    most = 2 * one.count if subject.run.accelerator.is_fsdp2 else one.count
+        context.step(context.at(0), micro_batches[:2])
+    most = 2 * one.count if context.run.accelerator.is_fsdp2 else one.count
     what = "collectives in a step of two micro-batches"
     yield finding(what, str(two.count), f"at most {most}", two.count <= most)
 
@@ -119,10 +119,10 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _gradients_by_hand(subject: CheckContext, micro_batches: list[MicroBatch]) -> tuple[Tensors, float]:
+def _gradients_by_hand(context: CheckContext, micro_batches: list[MicroBatch]) -> tuple[Tensors, float]:
     """Return a step's gradients by name, and its loss. Collective."""
-    subject.seed()
-    model, task = subject.reference, subject.task
+    context.seed()
+    model, task = context.reference, context.task
     sums = accumulate_gradients(task, model, [batch.data for batch in micro_batches if batch.weight])
     for batch in micro_batches:  # with collectives in the model (SyncBatchNorm), all need equally many forward passes
         if not batch.weight:
@@ -134,53 +134,53 @@ def _gradients_by_hand(subject: CheckContext, micro_batches: list[MicroBatch]) -
     return gradients, (loss_sum / num_targets.clamp(min=1)).item()
 
 
-def _update_errors(subject: CheckContext, gradients: Tensors, where: str) -> Errors:
+def _update_errors(context: CheckContext, gradients: Tensors, where: str) -> Errors:
     """Update the reference with the run's gradients. Return by name the distance between the run's weights and the
     reference's, relative to how far the latter have moved."""
-    reference, before, errors = dict(subject.reference.named_parameters()), {}, {}
+    reference, before, errors = dict(context.reference.named_parameters()), {}, {}
     for name, parameter in reference.items():
         before[name] = parameter.detach().clone()
         parameter.grad = gradients.get(name)
-    for optimizer in subject.reference_optimizers:
+    for optimizer in context.reference_optimizers:
         optimizer.step()
-    subject.reference.zero_grad()
-    for name, parameter in subject.unwrapped.named_parameters():
-        found, expected = whole(parameter, subject.run.device), reference[name].detach()
-        scale = norm([expected - before[name]]) + 1e-4 * norm([expected]) + 1e-30
-        errors[f"{name}, {where}"] = norm([found - expected]) / scale
+    context.reference.zero_grad()
+    for name, found in context.all_tensors():
+        if name in reference:
+            expected = reference[name].detach()
+            scale = norm([expected - before[name]]) + 1e-4 * norm([expected]) + 1e-30
+            errors[f"{name}, {where}"] = norm([found - expected]) / scale
     return errors
 
 
-def _rate_errors(subject: CheckContext) -> Errors:
+def _rate_errors(context: CheckContext) -> Errors:
     """Take steps of one example at the ends of the run and of its first epochs, and halfway. Return the errors of their
     learning rates, relative to the peak."""
-    run, per_epoch, errors = subject.run, subject.run.steps_per_epoch, {}
+    run, per_epoch, errors = context.run, context.run.steps_per_epoch, {}
     optim = run.config.optim.model_copy(update={"lr": TINY * run.config.optim.lr})
     total, length = run.total_steps, run.config.schedule_steps(len(run.train_set))
-    one_example = next(subject.micro_batches(0, micro_batch_size=1))[:1]
+    one_example = context.micro_batches(0, micro_batch_size=1)[:1]
     run.model.eval()  # BatchNorm needs several
     for step in sorted({0, per_epoch - 1, per_epoch, 2 * per_epoch, total // 2, total - 1} & {*range(total)}):
-        subject.step(subject.at(step, optim=optim), one_example)
+        context.step(context.at(step, optim=optim), one_example)
         expected = lr_at(step, optim, length, per_epoch)
         rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
         errors[f"step {step + 1}"] = max(abs(rate - expected) for rate in rates) / optim.lr
     return errors
 
 
-def _replicas(subject: CheckContext) -> Row:
+def _replicas(context: CheckContext) -> Row:
     """Compare the unsharded tensors with those of process 0, except buffers that DDP broadcasts before each forward
     pass."""
-    is_broadcast = getattr(subject.run.model, "broadcast_buffers", False)
-    held = dict(subject.unwrapped.named_parameters()) if is_broadcast else named_tensors(subject.unwrapped)
+    is_broadcast = getattr(context.run.model, "broadcast_buffers", False)
+    held = dict(context.unwrapped.named_parameters()) if is_broadcast else named_tensors(context.unwrapped)
     sums = {name: checksum(tensor) for name, tensor in held.items() if not isinstance(tensor, DTensor)}
     first = gather(sums)[0]
     differing = [name for name in sums if sums[name] != first[name]]
     return none_differ("replicas", differing, f"{len(sums)} tensors, the same on all processes")
 
 
-def _other_size(subject: CheckContext) -> int:
-    """Return the possible micro-batch size nearest to the run's own, or its own if there is no other."""
-    config, data_size = subject.run.config, subject.run.data_size
-    shard, own = config.global_batch_size // data_size, config.forward_batch_size(data_size)
-    others = (size for size in range(1, shard + 1) if shard % size == 0 and size != own)
-    return min(others, key=lambda size: abs(size - own), default=own)
+def _other_size(context: CheckContext) -> int:
+    """Return half of the run's own micro-batch size, or twice as much, or else 1: the first that divides its shard."""
+    config, data_size = context.run.config, context.run.data_size
+    own = config.forward_batch_size(data_size)
+    return next(size for size in (own // 2, 2 * own, 1) if size and config.global_batch_size // data_size % size == 0)

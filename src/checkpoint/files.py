@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from pydantic import JsonValue, TypeAdapter
 from ruamel.yaml.error import YAMLError
@@ -30,11 +30,6 @@ Json = dict[str, Any]
 JSON_OBJECT = TypeAdapter(dict[str, JsonValue])
 """Refuses what is nested deeper than 255 levels, which code that follows would not survive."""
 say_once = cache(say)
-
-
-def is_number(value: Any) -> TypeGuard[float]:  # room: report examples
-    """Return whether this is a finite number that fits into a float."""
-    return isinstance(value, int | float) and abs(value) < 1e308
 
 
 def reading(file: Path) -> contextlib.AbstractContextManager[None]:
@@ -62,20 +57,6 @@ def read_json(file: Path) -> Json:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
         return json_object(read_regular(file))
     return {}
-
-
-def read_lines(file: Path) -> Iterator[Json]:  # room: report examples
-    """Yield each record of metrics.jsonl, if the file exists. Yield an empty one for a damaged line, but none for a
-    last line that a kill cut short."""
-    if not file.is_file():
-        return
-    with file.open("rb") as stream:
-        for line in iter(lambda: stream.readline(MAX_BYTES), b""):
-            record = json_object(line)
-            if is_number(record.get("step")):
-                yield record
-            elif line.endswith(b"\n"):
-                yield {}
 
 
 def saved_settings(folder: Path) -> Json:

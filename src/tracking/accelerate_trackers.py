@@ -5,7 +5,6 @@ import shlex
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
 from src.config.terminal import BIN
-from src.tracking.guard import tracked_config
 from src.tracking.part import Entry, Part, Tables
 
 PROJECT = "accelerate-template"
@@ -32,7 +31,7 @@ class Trackio(AcceleratePart):
 
     def start(self) -> None:
         self.where = f"{self._run.config.run_name}-{self._id}"
-        self._tracker = TrackioTracker(PROJECT, name=self.where, resume="allow", config=tracked_config(self._run))
+        self._tracker = TrackioTracker(PROJECT, name=self.where, resume="allow", config=self.tracked_config())
         self._tracker.start()
 
 

@@ -103,11 +103,11 @@ def start_profiler(run: Run) -> profile | None:
     if first > total:
         raise UserError(f"profile_steps={steps}: the run has only {total} steps; choose among them, or set it to null")
 
-    wait, active = first - 1 - run.progress.step, min(last, total) - first + 1
-    if wait < 0:
+    before, active = first - 1 - run.progress.step, min(last, total) - first + 1
+    if before < 0:
         return None
-    warmup = min(wait, 1)
-    chosen = schedule(wait=wait - warmup, warmup=warmup, active=active, repeat=1)
+    warmup = min(before, 1)
+    chosen = schedule(wait=before - warmup, warmup=warmup, active=active, repeat=1)
     write = tensorboard_trace_handler(str(run.config.folder / "profile"), f"rank_{run.rank}")
     profiler = profile(schedule=chosen, on_trace_ready=write, profile_memory=True)
     profiler.start()

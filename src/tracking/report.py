@@ -10,18 +10,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateError
+from jinja2 import Template, TemplateError
 
-from src.checkpoint.files import is_number, read_json, read_lines, saved_settings, write_text
+from src.checkpoint.files import read_json, saved_settings, write_text
 from src.config.errors import UserError, as_user_error, cause
 from src.config.settings import flatten
 from src.config.terminal import masked, say
 from src.distributed.process import exit_codes
 from src.tasks.base import PICTURE, Tables
 from src.tracking.part import Entry, Part
+from src.tracking.records import is_number, read_records
 from src.training.score import score
 
-MAX_PICTURES = 24
+MAX_PLOTS = 24
 
 
 class LoggedRun:
@@ -33,9 +34,7 @@ class LoggedRun:
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
-        self.summary, self.status, self.check = (
-            read_json(folder / f"{name}.json") for name in ("summary", "status", "check")
-        )
+        self.status, self.check = read_json(folder / "status.json"), read_json(folder / "check.json")
         self.settings = dict(flatten(saved_settings(folder) or self.check.get("config", {})))
         """Values by dotted name."""
         if "task.name" not in self.settings:
@@ -44,7 +43,7 @@ class LoggedRun:
         """Points (step, finite value), by metric."""
         self.step, self.results, self.tables = 0, dict[str, Any](), Tables()
         """The last step, the metrics of the exported model or else of the last evaluation, and the tables of that."""
-        for entry in filter(None, read_lines(folder / "metrics.jsonl")):
+        for entry in read_records(folder / "metrics.jsonl"):
             self.step = entry["step"]
             if "eval/loss" in entry:
                 self.results, self.tables = {}, {}
@@ -55,7 +54,7 @@ class LoggedRun:
                     self.results[name] = value
                 if "/" in name and is_number(value):
                     self.curves[name].append((self.step, value))
-        self.results |= self.summary
+        self.results |= read_json(folder / "summary.json")
 
     @property
     def rank_key(self) -> float:
@@ -73,25 +72,25 @@ def write_report(folders: list[Path], target: Path) -> None:
     what = f"{', '.join(map(str, folders))}: files are not as a run writes them: "
     with as_user_error(what, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
         runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.rank_key))
-        environment = Environment(autoescape=True, trim_blocks=True)
-        template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
-        page = template.render(runs=runs, PICTURE=PICTURE, figures=plots(runs))
+        source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+        template = Template(source, autoescape=True, trim_blocks=True)
+        page = template.render(runs=runs, PICTURE=PICTURE, figures=draw_plots(runs))
     write_text(target, masked(page).encode(errors="replace").decode())
 
 
-def plots(runs: list[LoggedRun]) -> dict[str, str]:
+def draw_plots(runs: list[LoggedRun]) -> dict[str, str]:
     """Return a plot of each metric that changes, by its title: an SVG in base64."""
-    plots = import_module("src.tracking.plots")  # imports matplotlib, which nothing else needs
-    pictures = defaultdict(list)
+    draw = import_module("src.tracking.plots").draw_curves  # imports matplotlib, which nothing else needs
+    curves = defaultdict(list)
     for run in runs:
         for name, points in run.curves.items():
-            part, _, title = name.partition("/")
+            part, _, metric = name.partition("/")
             # for a single run, plot training loss and evaluation loss together
-            picture, label = (title, part) if len(runs) == 1 else (name, run.name)
+            title, label = (metric, part) if len(runs) == 1 else (name, run.name)
             if len({value for _, value in points}) > 1:
-                pictures[picture].append((label, points))
-    titles = sorted(pictures, key=lambda title: "loss" not in title)[:MAX_PICTURES]
-    return {title: plots.draw_curves(title, pictures[title]) for title in titles}
+                curves[title].append((label, points))
+    titles = sorted(curves, key=lambda title: "loss" not in title)[:MAX_PLOTS]
+    return {title: draw(title, curves[title]) for title in titles}
 
 
 class Report(Part):
@@ -101,16 +100,12 @@ class Report(Part):
 
     def end(self, summary: Entry | None, crash: str | None) -> None:
         if summary:
-            self.closing = report_line(self._run.config.folder)
-
-
-def report_line(folder: Path) -> str:
-    """Write a run's report. Return its line of the closing block, which says why if there is none."""
-    try:
-        write_report([folder], folder / "report.html")
-    except Exception as error:  # no reason to fail a finished run
-        return f"  report     none: {cause(error)}"
-    return f"  report     {folder}/report.html"
+            folder = self._run.config.folder
+            try:
+                write_report([folder], folder / "report.html")
+                self.closing = f"  report     {folder}/report.html"
+            except Exception as error:  # no reason to fail a finished run
+                self.closing = f"  report     none: {cause(error)}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
     launch, config, size = run.launch, run.config, run.task.dataset_size
     backend = f" on {launch.backend}" if launch.backend else ""
     if launch.comm_hook:
-        backend += f" (gradients: {launch.comm_hook})"
+        backend += f" (gradients all-reduced in {launch.comm_hook})"
     rows = {
         "strategy": f"{launch.strategy}, {processes(launch.num_processes)}{backend}, {launch.device}, "
         f"{launch.precision} ({launch.config_file or 'no accelerate yaml'})",
@@ -33,7 +33,7 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
         **trackers,
         "resume": run.resume.summary,
     }
-    remarks = [*run.metadata["remarks"], *run.resume.notes]
+    remarks = run.metadata["remarks"] + run.resume.notes
     if run.steps_per_epoch == 1:
         remarks.append(f"one step per epoch: global_batch_size={config.global_batch_size:,} takes all training data")
     name = config.run_name if config.run_name == config.task.name else f"{config.run_name}: {config.task.name}"
@@ -45,19 +45,13 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
 
 
 def _optimizer(optim: Optim) -> str:
-    """Describe the optimizer, with * for each value that is the default."""
-    steps, limit = optim.warmup_steps, optim.max_grad_norm
-    words = {
-        "name": optim.name,
-        "lr": f"lr {optim.lr:g}",
-        "schedule": optim.schedule,
-        "warmup_steps": f"warm-up {steps:.4g} steps" if steps >= 1 else f"warm-up {100 * steps:.4g}%",
-        "max_grad_norm": f"clipping at {limit:g}" if limit else "no clipping",
-        "weight_decay": f"weight decay {optim.weight_decay:g}",
-    }
-    defaults = {name: field.default for name, field in type(optim).model_fields.items()}
-    marked = (text + "*" * (getattr(optim, name) == defaults[name]) for name, text in words.items())
-    return f"{', '.join(marked)}  (* the default)"
+    """Return the settings of the optimizer that matter most, with * after each default."""
+    default = Optim()
+    settings = (
+        f"{name}={getattr(optim, name)}{'*' * (getattr(optim, name) == getattr(default, name))}"
+        for name in ("name", "lr", "schedule", "warmup_steps", "max_grad_norm", "weight_decay")
+    )
+    return f"{', '.join(settings)}  (* the default)"
 
 
 def _model(run: Run) -> str:
@@ -96,8 +90,8 @@ def dry_run(run: Run, *_: Any) -> bool:
 
 def shown(text: str) -> str:
     """Return the beginning of a text, in which ⟦ ⟧ may mark a part."""
-    left_out = len(text) - MAX_CHARACTERS
-    if left_out > 0:
-        text = text[:MAX_CHARACTERS]
-        text += f"{'⟧' * (text.count('⟦') - text.count('⟧'))}\n… and {left_out:,} more characters"
-    return text
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    start = text[:MAX_CHARACTERS]
+    closed = start + "⟧" * (start.count("⟦") - start.count("⟧"))
+    return f"{closed}\n… and {len(text) - MAX_CHARACTERS:,} more characters"

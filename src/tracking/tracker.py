@@ -4,6 +4,7 @@ import contextlib
 import os
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +28,30 @@ Logged = tuple[Entry, Tables]
 """What the parts log too: numbers, including `step`, and tables by name; both empty if there is nothing to log."""
 
 
-class Tracker:
+class Tracker(contextlib.AbstractContextManager["Tracker"]):
     """Writes the run's log. Its log_ methods return what they log, for the parts."""
 
     def __init__(self, run: Run, where: dict[str, str]) -> None:
         """Open the log, and print what is about to run. `where`: where parts log the run, by title."""
         self._run, self.folder = run, run.config.folder
-        self._first = run.progress.step
+        self._skipped, self._status = run.progress.skipped, ""
+        self.tell: Callable[..., None] = say if run.is_main else lambda *_: None
+        """Print lines, on the main process."""
         if run.is_main:
-            trackers = {title: masked(text) for title, text in where.items() if text}  # a server's URL may have one
-            self._origin = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
+            trackers = {title: masked(text) for title, text in where.items() if text}  # secrets in a server's URL
+            self._session = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
             self._open_log()
             self._write_settings()
             print_summary(run, where)
-        self._bar = bar(initial=self._first, total=run.total_steps, smoothing=0.05, leave=True)
-        self._facts = ""
-        self._skipped = run.progress.skipped
+        self._bar = bar(initial=run.progress.step, total=run.total_steps, smoothing=0.05, leave=True)
 
     def _open_log(self) -> None:
         """Open metrics.jsonl, truncated to its length at the checkpoint that the run resumes from."""
         own = self._run.resume.own_state(self._run.config)
-        saved = own.metrics_bytes if own else 0
         raise_if_any(planted(file := self.folder / "metrics.jsonl"))
-        self._metrics = file.open("ab+")
+        self._metrics = file.open("a", buffering=1)  # writes whole lines
         size = self._metrics.seek(0, os.SEEK_END)
-        self._length = self._metrics.seek(min(saved, size))
-        # keep an evaluation that came too late for its step's checkpoint, until a new one replaces it
-        line = self._metrics.readline()
-        is_of_this_step = line.startswith(b'{"step": %d, ' % self._first) and line.endswith(b"\n")
-        self._metrics.truncate(self._length + (len(line) if is_of_this_step else 0))
+        self._metrics.truncate(min(size, own.metrics_bytes if own else 0))
 
     def _write_settings(self) -> None:
         """Write the run's settings, and remove the summary of an earlier session."""
@@ -72,7 +68,7 @@ class Tracker:
     def advance(self) -> None:
         """Move the progress bar by one step."""
         is_due = self._run.is_evaluation_due()
-        self._bar.set_description_str("evaluating" if is_due else self._facts, refresh=is_due)
+        self._bar.set_description_str("evaluating" if is_due else self._status, refresh=is_due)
         self._bar.update()
 
     def log_training(self, result: StepResult, measured: dict[str, float]) -> Logged:
@@ -89,12 +85,11 @@ class Tracker:
         progress.train_loss = metrics["train/loss"]
         if run.is_log_due():  # not at the run's end: if it is extended, the interval continues
             progress.end_interval()
-        logged = self._log(metrics | measured, {})
         if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 it is part of finding the loss scale
             self.tell(f"WARNING: steps skipped so far because of non-finite gradients: {progress.skipped}")
         self._skipped = progress.skipped
         self._show(metrics)
-        return logged
+        return self._log(metrics | measured, {})
 
     def _show(self, metrics: dict[str, Any]) -> None:
         """Show an interval's loss and speed in the bar, or in a line if there is no bar."""
@@ -102,7 +97,7 @@ class Tracker:
         unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
         speed = f"{metrics[f'perf/{unit}_per_second']:,.0f} {unit}/s"
         loss = "non-finite" if metrics["train/loss"] is None else f"{metrics['train/loss']:.4f}"
-        self._facts = f"loss {loss}  {speed}"
+        self._status = f"loss {loss}  {speed}"
         if self._bar.disable:
             eta = tqdm.format_interval(self._run.progress.seconds / step * (total - step))
             self.tell(f"step {step:>6,}/{total:,}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
@@ -113,9 +108,8 @@ class Tracker:
         if not run.is_main:
             return {}, {}
         tables = run.task.tables(evaluation.outputs, run.eval_set)
-        logged = self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
         self.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
-        return logged
+        return self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves so that the log can continue from there."""
@@ -158,11 +152,11 @@ class Tracker:
             **run.metadata,
             "peak_memory_bytes": peaks,
             **vars(run.launch),
-            **self._origin,
+            **self._session,
         }
         write_json(self.folder / "summary.json", summary)
         write_status(self.folder, {"status": "done", "step": progress.step})
-        self._bar.set_description_str(self._facts)
+        self._bar.set_description_str(self._status)
         self._bar.close()
         early = run.config.early_stopping
         self.tell(
@@ -173,11 +167,6 @@ class Tracker:
         )
         return summary
 
-    def tell(self, *lines: str) -> None:
-        """Print lines, on the main process."""
-        if self._run.is_main:
-            say(*lines)
-
     def _log(self, metrics: dict[str, Any], tables: Tables) -> Logged:
         """Append a line to metrics.jsonl, and return its numbers and tables by the names that they have there. Do
         nothing on other processes than the main one."""
@@ -186,15 +175,8 @@ class Tracker:
         entry = {"step": self._run.progress.step, **metrics}
         tables = {f"eval/{name}": rows for name, rows in tables.items()}
         with naming(self.folder / "metrics.jsonl"):
-            if entry["step"] == self._first:  # replace an evaluation of this step that is there already
-                self._metrics.truncate(self._length)
-            self._metrics.write(json_text(entry | tables).encode() + b"\n")
-            self._metrics.flush()
-            self._length = self._metrics.tell()
+            self._metrics.write(json_text(entry | tables) + "\n")
         return entry, tables
-
-    def __enter__(self) -> "Tracker":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

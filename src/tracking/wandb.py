@@ -24,9 +24,9 @@ from src.config.settings import write_yaml
 from src.config.terminal import BIN
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE
-from src.tracking.guard import tracked_config
 from src.tracking.part import Entry, Part, Tables
-from src.training.run import Run
+
+logging.getLogger("opentelemetry.sdk").setLevel(logging.ERROR)  # W&B shuts it down twice on Python 3.14
 
 
 def download_artifact(name: str) -> Path:
@@ -50,37 +50,33 @@ class WandbPart(Part):
 
     tracker, title = "wandb", "W&B"
 
-    def __init__(self, run: Run, run_id: str) -> None:
-        super().__init__(run, run_id)
-        self._mode = run.config.wandb.chosen_mode
-        self._logged: set[Path] = set()  # checkpoints
-
-    @property
     def is_on(self) -> bool:
-        return super().is_on and self._mode != "disabled"
+        return super().is_on() and self._run.config.wandb.chosen_mode != "disabled"
 
     def start(self) -> None:
         """Start or, by its id, resume the run; offline if online fails."""
         logging.raiseExceptions = False  # W&B's log on a full disk: 30 lines for each record that cannot be written
-        config, why = self._run.config, "as set"
+        self._logged: set[Path] = set()  # checkpoints
         wandb = self._wandb = import_module("wandb")
-        # what is None has the value of its variable
+        config = self._run.config
+        mode, why = config.wandb.chosen_mode, "as set"
+        os.environ.setdefault("WANDB_PROJECT", "accelerate-template")
+        os.environ.setdefault("WANDB_NAME", config.run_name)
+        os.environ.setdefault("WANDB_DIR", str(config.folder))
         arguments: dict[str, Any] = {
+            # what is None has the value of its environment variable
             **config.wandb.model_dump(exclude={"mode", "model", "checkpoints"}),
-            "project": config.wandb.project or os.environ.get("WANDB_PROJECT", "accelerate-template"),
             "id": self._id,
             "resume": "allow",
-            "name": os.environ.get("WANDB_NAME", config.run_name),
-            "config": tracked_config(self._run),
-            "dir": os.environ.get("WANDB_DIR", config.folder),
+            "config": self.tracked_config(),
             "settings": wandb.Settings(silent=True, finish_timeout=120.0, finish_timeout_raises=True),
         }
         try:
-            if self._mode == "auto":
-                self._mode = "online"
+            if mode == "auto":
+                mode = "online"
                 if not wandb.login(prompt=False, verify=False):
-                    self._mode, why = "offline", f"no credentials: `{BIN}wandb login` for online"
-            run = wandb.init(mode=self._mode, **arguments)
+                    mode, why = "offline", f"no credentials: `{BIN}wandb login` for online"
+            run = wandb.init(mode=mode, **arguments)
         except wandb.errors.Error as error:
             why = f"could not go online: {str(error).splitlines()[0]}"
             wandb.teardown()  # frees the id
@@ -102,15 +98,15 @@ class WandbPart(Part):
         run.define_metric("*", step_metric="step")  # W&B's own counter would drop steps after a resume
 
     def log(self, entry: Entry, tables: Tables) -> None:
-        media: Entry = {}
         for name, rows in tables.items():
             cells = [[self._cell(row, value) for value in row.values()] for row in rows]
-            table = media[name] = self._wandb.Table(columns=[*rows[0]], data=cells)
+            table = self._wandb.Table(columns=[*rows[0]], data=cells)
+            entry = entry | {name: table}
             # pictures once more, for a panel of them with a slider over the steps
             for column in rows[0]:
                 if images := [cell for cell in table.get_column(column) if isinstance(cell, self._wandb.Image)]:
-                    media[f"{name}/{column}"] = images
-        self._wandb_run.log(entry | media)
+                    entry[f"{name}/{column}"] = images
+        self._wandb_run.log(entry)
         self._save_checkpoints()
 
     def end(self, summary: Entry | None, crash: str | None) -> None:
@@ -137,9 +133,9 @@ class WandbPart(Part):
     def _save_checkpoints(self) -> None:
         """Log the checkpoints that have appeared since the last call."""
         config = self._run.config
-        new = {*list_checkpoints(config.folder / "checkpoints")} - self._logged
-        self._logged |= new
-        for checkpoint in sorted(new, key=step_of):
+        found = {*list_checkpoints(config.folder / "checkpoints")}
+        for checkpoint in sorted(found - self._logged, key=step_of):
+            self._logged.add(checkpoint)
             with contextlib.suppress(FileNotFoundError, ValueError):  # W&B's: it was deleted meanwhile
                 self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, f"step-{step_of(checkpoint)}")
 

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 
 import train
 from src.check import examine
-from src.check.subject import CheckContext
+from src.check.context import CheckContext
 from tests.check.planted import Fault, build_smaller, put
 from train import run_settings
 
@@ -23,8 +23,8 @@ def failures(fault: Fault, settings: list[str]) -> list[dict[str, str]]:
         put(patch, fault.where, fault.hook)
         run = train.build(run_settings([*settings, *fault.arguments]))
         assert run
-        subject = CheckContext(run, train.train_step, train.evaluate)
-        return [row for row in examine(subject) if row["means"]]
+        context = CheckContext(run, train.train_step, train.evaluate)
+        return [row for row in examine(context) if row["means"]]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from tests.launching import MNIST, PROJECT, QUIET, Launch, Run, Whole, slow
 CHECKS = ["Launch", "Data", "Same start", "Steps", "Cost", "Evaluation", "Checkpoint"]
 SMALL = "--global_batch_size=16"
 """In place of 64: each of the steps takes a quarter of the time."""
-REPORT = "report.html"
 DATA = MNIST.parent
 SHIPPED = ("digits", "mnist", "mnist_reference", "pretrain", "classify")
 
@@ -30,7 +29,7 @@ def assert_all_is_well(run: Run) -> None:
     assert run.exit_code == 0, run.stdout + run.stderr
     assert json.loads((run.folder / "check.json").read_text())["passed"] is True
     assert list(dict.fromkeys(row["check"] for row in rows(run))) == CHECKS
-    assert {path.name for path in run.folder.iterdir()} - {REPORT} == {"check.json"}
+    assert {path.name for path in run.folder.iterdir()} == {"check.json"}
     assert [path.name for path in run.folder.parent.iterdir()] == [run.folder.name]
     assert len([line for line in run.stdout.splitlines() if line.startswith("pass  ")]) == len(rows(run))
     assert "all checks passed" in run.stdout
@@ -67,7 +66,7 @@ def test_a_finished_run_is_examined_and_goes_on_afterwards(launch: Launch, whole
     folder = Path(shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run"))
 
     def times() -> dict[Path, int]:
-        found = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("check.json", REPORT)]
+        found = [path for path in folder.rglob("*") if path.is_file() and path.name != "check.json"]
         return {path: path.stat().st_mtime_ns for path in found}
 
     before = times()

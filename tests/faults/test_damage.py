@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from src.checkpoint.compatibility import note_changes, read_state, require_same_data, require_whole_metrics
-from src.checkpoint.files import read_lines
 from src.checkpoint.integrity import problems
 from src.checkpoint.store import best_first
 from src.checkpoint.tensors import load_tensors
@@ -24,6 +23,7 @@ from src.config.groups import Checkpoint
 from src.tasks import TASKS
 from src.tasks.mnist import Mnist, MnistCnn
 from src.tracking import tracker as tracking
+from src.tracking.records import read_records
 from src.training.progress import Progress
 from src.training.state import FORMAT_VERSION, RunInputs
 from tests.faults.runs import ALL, ORIGIN, TINY, assert_same_run, checkpoints, contents, cut_back, refusal, relist
@@ -223,8 +223,8 @@ def test_a_damaged_line_is_left_out_and_none_beside_it(tmp_path: Path) -> None: 
     first, last = (json.dumps(record).encode() for record in RECORDS)
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b"\n".join([first, *DAMAGED, last, b'{"step": 30, "tra']))
-    assert list(read_lines(file)) == [RECORDS[0], *[{}] * len(DAMAGED), RECORDS[1]]
-    assert list(read_lines(tmp_path / "absent")) == []
+    assert list(read_records(file)) == RECORDS
+    assert list(read_records(tmp_path / "absent")) == []
 
 
 def test_a_resume_takes_as_long_however_long_the_log_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

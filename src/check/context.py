@@ -1,7 +1,7 @@
-"""The subject of the checks: the run, and the reference that it is compared with."""
+"""What the checks examine: the run, and the reference that it is compared with."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from src.distributed.stop import StopSignal
 from src.tasks.base import ALONE, Tensors
-from src.training.batches import CountedSteps, MicroBatch, Steps, TrainStep, training_steps
+from src.training.batches import CountedSteps, MicroBatch, TrainStep, training_steps
 from src.training.evaluation import Evaluation
 from src.training.gradients import to_local
 from src.training.optim import build_optimizers
@@ -36,7 +36,7 @@ class CheckContext:
         run = self.run
         self.rng_checksum = checksum(torch.get_rng_state())
         """Checksum of the random state as train.py left it: equal if the same numbers are drawn next."""
-        self.stop = StopSignal(run.accelerator, run.config.model_copy(update={"max_hours": None}))
+        self.stop = StopSignal(run.accelerator, self.at(0, max_hours=None).config)
         self.task = run.task.bind(replace(run.task.state, cp=ALONE, optimizations=[], remarks=[]))
         """The reference's task, with whole examples where the run splits them."""
         config = self.at(0, task=self.task).config
@@ -52,9 +52,9 @@ class CheckContext:
         """Return the run as it would be after `step` steps, with these settings changed."""
         return replace(self.run, progress=Progress(step=step), config=self.run.config.model_copy(update=settings))
 
-    def micro_batches(self, first: int, **settings: Any) -> Steps:
-        """Yield this process's micro-batches for each step after step `first`, forever."""
-        return training_steps(self.at(first, **settings), first, 10**12)
+    def micro_batches(self, step: int, **settings: Any) -> list[MicroBatch]:
+        """Return this process's micro-batches for the step after `step` steps, with these settings changed."""
+        return next(training_steps(self.at(step, **settings), step, step + 1))
 
     def step(self, run: Run, micro_batches: list[MicroBatch]) -> StepResult:
         """Take a step with the run's own train_step."""
@@ -65,11 +65,16 @@ class CheckContext:
         """Seed the random numbers: the same in each call, different on each process."""
         set_seed((self.run.config.seed + self.run.rank) % 2**32)
 
+    def all_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the run's parameters and buffers, unsharded, each with its name. Collective."""
+        for name, tensor in named_tensors(self.unwrapped).items():
+            yield name, unsharded(tensor, self.run.device)
+
     def copy_to_reference(self) -> None:
         """Copy the run's weights and buffers to the reference. Collective."""
-        ours = named_tensors(self.reference)
-        for name, tensor in named_tensors(self.unwrapped).items():
-            ours[name].data = whole(tensor, self.run.device).clone()
+        copies = named_tensors(self.reference)
+        for name, tensor in self.all_tensors():
+            copies[name].data = tensor.clone()
 
     @torch.no_grad()
     def perturb(self) -> None:
@@ -90,8 +95,8 @@ def named_tensors(model: nn.Module) -> Tensors:
 
 
 @torch.no_grad()
-def whole(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the whole tensor on `device`. Collective if it is sharded."""
+def unsharded(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return all of the tensor on `device`. Collective if it is sharded."""
     tensor = tensor.to(device)  # offloaded shards are on the CPU, where NCCL can't gather
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
