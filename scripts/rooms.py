@@ -23,9 +23,9 @@ FILES = {
     "plan": "src/tools/plan tests/test_plan.py tests/planning.py docs/plan.md benchmarks/sizes.py"
     " benchmarks/published.py benchmarks/h100_96gb.yaml",
     "report": "src/tracking/report.* src/tracking/plots.* tests/test_report.py docs/report.png",
-    "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
+    "streaming": "src/tasks/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
-    "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
+    "text": "src/tasks/text src/tasks/streaming tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
     " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/ask.py examples/text.mk"
     " examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md",

@@ -234,16 +234,10 @@ def test_an_evaluation_shows_the_hardest_texts_by_the_loss_per_token() -> None:
 
 
 def test_a_prompt_and_a_completion_of_messages_are_a_chat_whose_completion_is_learnt() -> None:
-    """As TRL has them, with tools or without, loaded, streamed and mixed. Tried without: prompt is list, not text."""
+    """As TRL has them, with tools or without. Tried without: prompt is list, not text."""
     row = {"prompt": CHAT[:4], "completion": CHAT[4:]}
     shows = f"<|endoftext|><system>Be brief.{END}<user>Hi{END}<assistant>Yo{END}<user>Bye{END}<assistant>⟦Ciao{END}⟧"
     assert shown(row, packing=False).split("────\n")[1] == shows
-    rows = {"rows.jsonl": [row] * 20, "other.jsonl": [{"messages": CHAT}] * 20}
-    write(rows)
-    for data in ({"streaming": True, "dataset": "rows.jsonl"}, {"sources": [{"dataset": "rows.jsonl"}] * 2}):
-        task = tiny.task(**data, packing=False, sequence_length=256)
-        parts = task.build_datasets()
-        assert {task.preview(part, 0).split("────\n")[1] for part in parts} == {shows}
     with pytest.raises(UserError, match="line 2: prompt is not a list of messages, 5,000 at most; 1 of 2 rows"):
         shown(row, {"prompt": "Hi", "completion": "Yo"})
 
@@ -579,15 +573,13 @@ def test_the_assistants_turns_are_marked_and_packed_documents_ruled_off() -> Non
     [
         ([{"messages": CHAT}] * 4, {}, "4 chats in 2 sequences of 256"),
         ([{"messages": CHAT}] * 4, {"packing": False}, "4 chats in 4 sequences of 256"),
-        ([{"messages": CHAT}] * 4, {"streaming": True}, "2 chats in 1 sequence of 256"),
         ([{"prompt": "Q:", "completion": "A"}], {}, "1 prompt in 1 sequence of 256"),
         ([{"text": "a" * 1000}], {}, "1 text in 4 sequences of 256"),
     ],
 )
 def test_the_data_are_said_in_rows_and_sequences(rows: Any, settings: dict[str, Any], expected: str) -> None:
     """So that packing is not taken for a loss. Tried with the number of sequences alone."""
-    part = {"eval_fraction": 0.5} if "streaming" in settings else {"eval_from": "all"}
-    task = tiny.task(dataset=write({"rows.jsonl": rows}), **{"sequence_length": 256, **part, **settings})
+    task = tiny.task(dataset=write({"rows.jsonl": rows}), sequence_length=256, eval_from="all", **settings)
     assert task.dataset_size(task.build_datasets()[0]) == expected
 
 

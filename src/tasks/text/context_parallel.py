@@ -51,8 +51,6 @@ def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
         "inputs": inputs | own,
         "tokens": sum(min(max(size - start, 0), length) for size in sizes),
         "pairs": batch["pairs"] / cp.size,  # per head, and each process has the same number of heads
-        "counts": {name: number * (cp.rank == 0) for name, number in batch.get("counts", {}).items()},
-        **({"sources": batch["sources"][is_own]} if "sources" in batch else {}),  # room: streaming
     }
 
 

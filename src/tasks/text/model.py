@@ -9,7 +9,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -47,7 +46,7 @@ from transformers.trainer_utils import align_special_tokens
 from src.config.errors import UserError, as_user_error, cause, listed, raise_if_any
 from src.config.requirements import missing_requirements
 from src.config.settings import flatten, nearest
-from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
+from src.tasks.base import Cards, FillWeights, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading
 from src.tasks.text.meta_loading import (
@@ -64,7 +63,6 @@ from src.tasks.text.meta_loading import (
 )
 from src.tasks.text.reading import TextTask
 from src.tasks.text.settings import DecoderSettings, Lora
-from src.tasks.text.streaming.stream import Stream
 from src.tasks.text.tokenizing import byte_tokenizer
 
 logging.set_verbosity_error()  # what is missing or does not fit is judged here
@@ -435,17 +433,6 @@ class FineTuning(TextTask):
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of the trained model."""
 
-    def augmented(self, train: Any, seed: list[int]) -> Any:  # room: streaming
-        if isinstance(train, Stream):
-            run_seed, epoch, *_ = seed
-            return replace(train, seed=run_seed, epoch=epoch)
-        return super().augmented(train, seed)
-
-    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:  # room: streaming
-        if isinstance(train, Stream):
-            return range(len(train))  # each window is shuffled already
-        return super().order(train, random, global_batch_size)
-
     def bind(self, state: TaskState) -> Self:
         # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -695,8 +682,7 @@ class FineTuning(TextTask):
         card: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": self.pipeline_tag}
         if self.model and not Path(self.model).exists():
             card["base_model"] = self.model
-        names = [part.dataset for part in self.parts]
-        if on_the_hub := [name for name in names if "://" not in name and not Path(name).exists()]:
+        if on_the_hub := [name for name in self.dataset_names if "://" not in name and not Path(name).exists()]:
             card["datasets"] = on_the_hub
         if not (self.lora.r and self.exports_adapters):
             return {"": card}

@@ -71,8 +71,6 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
         start = 0
         for chunk in sample:
             end = start + len(chunk["input_ids"])
-            if end == start:
-                continue  # it stands for a skipped row
             input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
             position_ids[row, start:] = places[: width - start]
             ends.append(row * width + end)
@@ -81,12 +79,6 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
     index = np.flatnonzero(labels != -100)
     arrays = {"input_ids": input_ids, "position_ids": position_ids, "index": index, "targets": labels.flat[index]}
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, ends
-
-
-def ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the numbers of ranges, one range after the other, given the first of each and how many it has; int64."""
-    ends = np.cumsum(sizes)
-    return np.arange(sizes.sum()) + np.repeat(firsts - ends + sizes, sizes)
 
 
 def unpacked(chunks: Dataset) -> Sequences:

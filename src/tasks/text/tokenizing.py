@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -108,8 +108,6 @@ class Chunker:
     train_on_prompts: bool
     num_known: int
     """Number of tokens that the model knows."""
-    filler: ClassVar[Chunk] = {"input_ids": [], "labels": [], "length": 0}  # room: streaming
-    """Placeholder for a row without a chunk."""
 
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table with the columns of CHUNK_FEATURES; later calls, even in another process, read it from the

@@ -12,10 +12,15 @@ from filelock import FileLock
 from pyarrow import feather
 
 from src.config.errors import RunError, UserError, naming
-from src.tasks.text.packing import ranges
-from src.tasks.text.reading import BLOCK, SKIP, Encoders, Source, read_text
+from src.tasks.streaming.order import ranges
+from src.tasks.text.packing import Chunk
+from src.tasks.text.reading import BLOCK, CODE, SKIP, Encoders, Source, read_text
 from src.tasks.text.tokenizing import Chunker
 
+FILLER: Chunk = {"input_ids": [], "labels": [], "length": 0}
+"""Stands for a row that cannot be used."""
+BLOCK_CODE = [*CODE, Path(__file__).read_bytes()]
+"""The source code that makes blocks: when it changes, they are made again."""
 ROOM = 0.9
 """Fraction of the limit that stays in use when blocks make room for others."""
 LOCKS = 256
@@ -123,9 +128,9 @@ class Blocks:
         if good:
             made = self.chunker.chunks({name: [values[place] for place in good] for name, values in rows.items()})
             places = np.array(good)[made["row"].to_numpy()]
-            parts.append(made.select([*self.chunker.filler]).append_column("row", [places]))
+            parts.append(made.select([*FILLER]).append_column("row", [places]))
             lacking = np.setdiff1d(lacking, places)
         if not len(lacking):
             return parts[0]  # already in order, and sorting would copy all tokens
-        parts.append(pa.Table.from_pylist([{**self.chunker.filler, "row": place} for place in lacking.tolist()]))
+        parts.append(pa.Table.from_pylist([{**FILLER, "row": place} for place in lacking.tolist()]))
         return pa.concat_tables(parts, promote_options="permissive").sort_by("row")
