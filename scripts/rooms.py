@@ -26,7 +26,8 @@ FILES = {
     "streaming": "src/tasks/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
     "text": "src/tasks/text src/tasks/streaming tests/text"
-    " configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/ask.py examples/text.mk"
+    " configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml sweeps/pretrain.yaml sweeps/classify.yaml"
+    " examples/chat* examples/ask.py examples/text.mk"
     " examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tools/next_step.py"
