@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
+from operator import mul
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -214,13 +215,13 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def flops(self, model: LanguageModel, batch: Batch) -> float:
         counts = batch["tokens"], len(batch["inputs"]["targets"]), batch["pairs"]
-        return model.flops.total(*counts) if model.flops else 0.0
+        return sum(map(mul, model.flops or (), counts))
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        return model("loss", **batch["inputs"])
+        return model(**batch["inputs"])
 
     def evaluate(self, model: Any, batch: Batch) -> tuple[Tensor, Tensors]:
-        nats, correct = model("score", **batch["inputs"])
+        nats, correct = model(**batch["inputs"], is_scoring=True)
         return nats.sum(), self.scores(batch, nats, correct)
 
     def scores(self, batch: Batch, nats: Tensor, correct: Tensor) -> Tensors:
