@@ -4,10 +4,8 @@ import copy
 import json
 import os
 import re
-import signal
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
 from importlib import import_module
@@ -45,7 +43,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from src.config.errors import UserError, as_user_error, cause, listed, raise_if_any
 from src.config.requirements import missing_requirements
-from src.config.settings import flatten, nearest
+from src.config.settings import nearest
 from src.tasks.base import Cards, FillWeights, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading
@@ -69,26 +67,6 @@ logging.set_verbosity_error()  # what is missing or does not fit is judged here
 logging.disable_progress_bar()
 
 
-LONGEST_MATCH = 5
-"""Seconds that a regular expression may take to match all names of layers, which takes milliseconds."""
-
-
-def require_quick(patterns: Iterable[Any], model: nn.Module) -> None:
-    """Raise a UserError if one of the patterns among these values takes longer than LONGEST_MATCH to match the names of
-    the model's layers: peft would match for years, and no other signal would be answered. Called on the main thread."""
-    before = signal.signal(
-        signal.SIGALRM, lambda *_: raise_if_any([f"a pattern takes more than {LONGEST_MATCH} s to match"])
-    )
-    signal.alarm(LONGEST_MATCH)
-    try:
-        for pattern in patterns:
-            if isinstance(pattern, str):
-                [*map(re.compile(pattern).fullmatch, dict(model.named_modules()))]
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def add_adapters(
     lora: Lora, model: PreTrainedModel, revision: str | None, base_dtype: str | None = None, **options: Any
 ) -> Any:
@@ -96,8 +74,8 @@ def add_adapters(
     except for a classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
     `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
     peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
-    names = [f".{name}" for name, _ in model.named_modules()]
-    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in names)]
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in layers)]
     if absent:
         raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
     config = peft.LoraConfig(
@@ -114,12 +92,11 @@ def add_adapters(
         warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
         try:
-            require_quick([lora.exclude_modules], model)
             adapted = peft.get_peft_model(model, config, revision=revision)
         except (ValueError, TypeError, re.error) as error:
             raise UserError(f"task.lora.target_modules, exclude_modules: {cause(error)[:200]}") from error
-    layers = adapted.get_base_model().named_modules()
-    adapters = {name: layer for name, layer in layers if hasattr(layer, "reset_lora_parameters")}
+    named = adapted.get_base_model().named_modules()
+    adapters = {name: layer for name, layer in named if hasattr(layer, "reset_lora_parameters")}
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
     if (lora.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters.keys())):
         says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
@@ -155,24 +132,10 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
     return getattr(config, "quantization_config", None) or {}
 
 
-MAX_PARTS = {r"layers?|blocks?|experts|depth": 30_000, "labels": 3_000_000}
-"""By words that end the name of a config's field, how many a model may have: a billion would take hours, and fill the
-memory. Doge has 16,384 experts by default."""
-
-
-def require_buildable(fields: dict[str, Any]) -> None:
-    """Raise a ValueError if these fields of a config ask for more than MAX_PARTS."""
-    for name, value in flatten(fields):
-        for words, most in MAX_PARTS.items():
-            if isinstance(value, int | float) and value > most and re.search(rf"(^|[._])({words})$", name):
-                raise ValueError(f"{name} is {value:,}, but no model has more than {most:,}")
-
-
 def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTrainedConfig:
     """Return a model's config, changed so that `from_pretrained` dequantizes weights. Attention is chosen elsewhere:
     add to `remarks` that the config asks for one. Raise a ValueError if the weights are quantized in a way that can't
     be read here."""
-    require_buildable(PreTrainedConfig.get_config_dict(source, revision=revision)[0])
     config: Any = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if asked := config._attn_implementation:
         remarks.append(f"{source}: its config.json asks for {asked} attention, which is ignored")
@@ -291,7 +254,6 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # as in add_adapters
-                require_quick(map(vars(adapted).get, ("target_modules", "exclude_modules")), model)
                 model = peft.PeftModel.from_pretrained(model, folder)
     return model
 
@@ -621,7 +583,6 @@ class FineTuning(TextTask):
         says = f"task.{setting}={source}: has no tokenizer that can be read"
         hint = "a language model may have another one's (task.tokenizer)"
         with loading(setting, source):
-            require_buildable(PreTrainedConfig.get_config_dict(str(source), revision=revision)[0])
             try:
                 tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
             except ValueError as error:
@@ -738,5 +699,4 @@ def new_config(
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.setdefault(token, getattr(tokenizer, token))
     with as_user_error(f"task.architecture: {kind} rejects it: "):
-        require_buildable(fields)
         return AutoConfig.for_model(kind, **fields)
