@@ -1,6 +1,5 @@
 """A training set that keeps only a window in memory: rows are tokenized and packed when it is their turn."""
 
-import hashlib
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -93,11 +92,9 @@ class Stream:
 
     def fingerprint(self) -> str:
         """Return a checksum that changes with the rows, their order, or the sequences that they make."""
-        of = self.blocks
-        made = Hasher.hash([[*of.columns], of.chunker, of.skips_bad_rows])
-        parts = [*(source.fingerprint for source in self.sources), made, self.capacity, self.span]
-        arrays = [*self.order.groups, *self.order.masses, self.order.shares, self.counts]
-        return hashlib.sha256(str(parts).encode() + b"".join(array.tobytes() for array in arrays)).hexdigest()
+        of, order = self.blocks, self.order
+        rows = [source.fingerprint for source in self.sources], order.groups, order.masses, order.shares
+        return Hasher.hash([rows, [*of.columns], of.chunker, of.skips_bad_rows, self.capacity, self.counts, self.span])
 
     def _window(self, number: int) -> ChunkLists:
         """Return a window, and start reading the next one."""

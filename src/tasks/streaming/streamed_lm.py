@@ -120,21 +120,11 @@ class StreamedLM(StreamedLMSettings, CausalLM):
             own = (len(chunk["input_ids"]) for chunk in chunks if chunk["source"] == number)
             counts[f"train/tokens_{name}"] = sum(own)
         if self.sources:
-            batch["sources"] = self._sources_of_targets(samples, batch["inputs"])
+            targets = [np.count_nonzero(np.asarray(chunk["labels"]) != -100) for chunk in chunks]
+            sources = torch.from_numpy(np.repeat([chunk["source"] for chunk in chunks], targets))
+            batch["sources"] = sources[batch.pop("own_targets", ...)]
         is_first = self.state.cp.rank == 0  # processes that share sequences count them once
         return batch | {"counts": {name: number * is_first for name, number in counts.items()}}
-
-    def _sources_of_targets(self, samples: list[list[Chunk]], inputs: Tensors) -> Tensor:
-        cp, (rows, length) = self.state.cp, inputs["input_ids"].shape
-        sources = np.zeros((rows, length * cp.size), np.int64)
-        for row, sample in enumerate(samples):
-            start = 0
-            for chunk in sample:
-                end = start + len(chunk["input_ids"])
-                sources[row, start:end] = chunk["source"]
-                start = end
-        own = sources[:, cp.rank * length : (cp.rank + 1) * length]
-        return torch.from_numpy(own.flatten()[inputs["index"]])
 
     def count(self, batch: Batch) -> Counts:
         return super().count(batch) | batch["counts"]
