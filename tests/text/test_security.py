@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from src.config.errors import UserError
 from src.distributed.process import exit_codes
-from src.tasks.text import files, reading
+from src.tasks.text import files
 from src.tasks.text.chats import CHATML, MAX_MESSAGES, ChatEncoder, render_chat, with_date
 from src.tasks.text.reading import ShardReader, row_ranges
 from src.tasks.text.tokenizing import byte_tokenizer
@@ -179,20 +179,6 @@ def test_a_file_that_is_nested_too_deeply_is_tried_once(monkeypatch: pytest.Monk
     assert not waits
 
 
-def test_a_parquet_that_becomes_gigabytes_is_refused() -> None:
-    """1 kB for 0.8 GB. A text that is often the same is none of these. Tried without: it is read."""
-    for size, says in ((7500, "a.parquet: cannot be read: a row group becomes more than 1,000 times"), (75, None)):
-        rows = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), pa.array(["x" * size]))
-        parquet.write_table(pa.table({"text": rows}), "a.parquet", compression="zstd", store_schema=False)
-        assert Path("a.parquet").stat().st_size < 10_000
-        if says:
-            with pytest.raises(UserError) as error:
-                rows_of("a.parquet")
-            assert line(error).startswith(says)
-        else:
-            assert rows_of("a.parquet")["texts"] == ["x" * size] * 100_000
-
-
 # ------------------------------------------------------------ what a file says of itself
 
 DAMAGED: dict[str, bytes] = {
@@ -228,24 +214,3 @@ def test_a_value_that_is_not_the_json_that_its_file_promises_is_a_bad_row() -> N
     found = rows_of("a.parquet")
     assert found["texts"] == ["one", None, None]
     assert [reason.partition(": ")[0] for reason in found["bad"]] == ["text cannot be read"] * 2
-
-
-def test_links_that_lead_out_of_a_folder_are_said(tmp_path: Path) -> None:
-    """In one line: each file of a snapshot in the Hub's cache is a link. Tried without: not a word."""
-    tiny.write({"home/train.jsonl": ROWS, "data/own.jsonl": ROWS})
-    Path("data/train.jsonl").symlink_to(tmp_path / "home/train.jsonl")
-    Path("data/inner.jsonl").symlink_to("own.jsonl")
-    Path("link.jsonl").symlink_to("home/train.jsonl")
-    for name, says in (("data", "data has links that lead out of it: "), ("link.jsonl", ""), ("home", "")):
-        task: Any = tiny.task(dataset=name)
-        task.open_rows()
-        said = " ".join(task.state.remarks).replace(f"{tmp_path}/", "")
-        assert said == (says and f"{says}data/train.jsonl -> home/train.jsonl")
-
-
-def test_a_group_of_rows_is_decoded_to_the_same_rows() -> None:
-    """In batches, across their ends."""
-    tiny.write({"a.parquet": b""})
-    texts = [f"line {i}" for i in range(3 * reading.BATCH + 7)]
-    parquet.write_table(pa.table({"text": texts}), "a.parquet")
-    assert rows_of("a.parquet") == {"texts": texts, "bad": []}

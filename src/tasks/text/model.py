@@ -215,8 +215,7 @@ def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens:
     rows = [vocabulary[token] for token in tokens]
     ends: dict[Any, str] = {}
     names = {module: name for name, module in model.named_modules()}
-    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    for layer in layers:
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         with torch.no_grad():
             layer.weight[rows] = layer.weight[: min(rows)].mean(0)
         ends.setdefault(layer.weight, names[layer])
@@ -582,15 +581,13 @@ class FineTuning(TextTask):
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
         says = f"task.{setting}={source}: has no tokenizer that can be read"
         hint = "a language model may have another one's (task.tokenizer)"
-        with loading(setting, source):
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-            except ValueError as error:
-                raise UserError(f"{says}: {hint}") from error
+        tokenizer: Any = None
+        with loading(setting, source), suppress(ValueError):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         # what transformers makes if there are no files at all has special tokens alone; T5's has a token for spaces
-        if not tokenizer.is_fast or len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
+        if not (tokenizer and tokenizer.is_fast and len(tokenizer) > len(tokenizer.all_special_tokens) + 1):
             raise UserError(f"{says}: {hint}")
-        return tokenizer  # type: ignore[return-value]  # is_fast says so
+        return tokenizer
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
         prefix = f"{self.core_name}." if self.core_name else ""

@@ -46,16 +46,15 @@ class Sequences:
 
     def describe(self, sequence_length: int) -> dict[str, float]:
         """Return counts, and the fraction of `padding` if each sequence is padded to `sequence_length`."""
-        columns = self.chunks.select_columns(["length", "targets", "truncated", "had_ends"])[:]
-        sums = {name: int(values.sum()) for name, values in columns.items()}
+        columns = self.chunks.select_columns(["length", "targets", "truncated"])[:]
+        tokens, targets, truncated = (int(values.sum()) for values in columns.values())
         return {
             "sequences": len(self),
-            "tokens": sums["length"],
-            "targets": sums["targets"],
-            "padding": 1 - sums["length"] / (len(self) * sequence_length),
-            "truncated": sums["truncated"],
+            "tokens": tokens,
+            "targets": targets,
+            "padding": 1 - tokens / (len(self) * sequence_length),
+            "truncated": truncated,
             "without_targets": int((columns["targets"] == 0).sum()),
-            **({"had_bos_or_eos": sums["had_ends"]} if sums["had_ends"] else {}),
         }
 
 
