@@ -84,18 +84,18 @@ def document_attention(
     if unknown := sorted(set_options - IGNORED_KWARGS):
         kernel = "varlen" if is_varlen else "per-document"
         raise ValueError(f"{kernel} attention does not support {' and '.join(unknown)}")
-    packed = [t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value)]
+    q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
     is_grouped = query.shape[1] != key.shape[1]
     if is_varlen:
         lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         # claiming groups where there are none may select another kernel for the backward pass
         grouped: dict[str, Any] = {"enable_gqa": is_grouped} if HAS_GQA_SWITCH else {}
-        output: Any = varlen_attn(*packed, *lengths, scale=scaling, window_size=window, **grouped)
+        output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, **grouped)
     else:
         sizes = [size for size in cu_seq_lens_q.diff().tolist() if size]
         outputs = []
-        for document in zip(*(t.split(sizes) for t in packed), strict=True):
+        for document in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
             q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in document)
             mask, length = None, q.shape[2]
             if sliding_window is not None and sliding_window < length:

@@ -215,7 +215,8 @@ def add_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens:
     rows = [vocabulary[token] for token in tokens]
     ends: dict[Any, str] = {}
     names = {module: name for name, module in model.named_modules()}
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for layer in layers:
         with torch.no_grad():
             layer.weight[rows] = layer.weight[: min(rows)].mean(0)
         ends.setdefault(layer.weight, names[layer])
