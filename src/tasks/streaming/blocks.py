@@ -72,12 +72,7 @@ class Blocks:
             own = block.slice(index[0], len(index)) if is_slice else block.take(index)
             found.append(own.set_column(own.column_names.index("row"), "row", [np.repeat(places, stops - starts)]))
         # a block without a usable row has no types
-        table = pa.concat_tables(found, promote_options="permissive")
-        # more than 2**31 tokens need offsets of 64 bits
-        lists = [(i, part) for i, part in enumerate(table.schema) if pa.types.is_list(part.type)]
-        for i, part in lists:
-            table = table.set_column(i, part.name, table[i].cast(pa.large_list(part.type.value_type)))
-        return table
+        return pa.concat_tables(found, promote_options="permissive")
 
     def _open(self, source: Source, group: int, number: int) -> pa.Table:
         """Return the chunks of a block, with the `row` of it that each is of."""

@@ -37,7 +37,7 @@ def as_chunks(table: pa.Table) -> list[Chunk]:
     columns = []
     for name in names:
         column = table[name].combine_chunks()
-        if pa.types.is_large_list(column.type):
+        if pa.types.is_list(column.type):
             array = column.values.to_numpy()
             columns.append([array[i:j] for i, j in pairwise(column.offsets.tolist())])
         else:
