@@ -250,6 +250,9 @@ def test_prompts_that_are_not_packed_keep_a_place_for_each_row() -> None:
     expected = [row["prompt"] + row["completion"] for row in prompts[: -len(evaluation)]]
     assert sorted(texts(task, train)) == sorted(expected)
     assert skipped(task, train) == 3
+    # what stands for them is not shown. Tried without: an IndexError, in --dry-run too
+    shown = [task.preview(train, i) for i in range(len(train))]
+    assert sum(text.startswith("0 tokens, 0 of them (0.0%)") for text in shown) == 3
 
 
 def test_a_streamed_chat_that_the_template_cannot_write_is_named_by_file_and_line_or_left_out() -> None:

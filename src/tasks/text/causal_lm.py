@@ -191,9 +191,13 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def preview(self, dataset: Sequences, index: int) -> str:
         (chunks,) = dataset.__getitems__([index])
-        labels = np.concatenate([chunk["labels"] for chunk in chunks])
-        targets = (labels != -100).sum()
-        share = f"{targets:,} of them ({targets / len(labels):.1%})"
+        return self.shown(chunks)
+
+    def shown(self, chunks: list[Chunk]) -> str:
+        """Return the chunks of a sequence as lines of text, with what contributes to the loss in ⟦ ⟧."""
+        labels = np.concatenate([[], *(chunk["labels"] for chunk in chunks)])
+        targets = np.count_nonzero(labels != -100)
+        share = f"{targets:,} of them ({targets / max(len(labels), 1):.1%})"
         text = f"{len(labels):,} tokens, {share} contribute to the loss"
         for number, chunk in enumerate(chunks, start=1):
             text += f"\n──── document {number} of {len(chunks)} ────\n"
