@@ -36,7 +36,7 @@ HELD_OUT = 1000
 """Maximum number of rows held out from the end of streamed data for evaluation, if it has no split for that."""
 
 
-def as_is(value: Any) -> Any:
+def identity(value: Any) -> Any:
     """Return an already encoded value as it is."""
     return value
 
@@ -53,7 +53,7 @@ class StreamedLM(StreamedLMSettings, CausalLM):
             pairs = [self._hold_out(dataset, columns) for dataset in opened]
         else:
             pairs = [self._load(dataset, columns) for dataset in opened]
-            columns = dict.fromkeys(self._columns.values(), as_is)  # loaded rows are encoded already
+            columns = dict.fromkeys(self._columns.values(), identity)  # loaded rows are encoded already
         sources, evaluations = zip(*pairs, strict=True)
         train = self._stream([*sources], columns)
         tables = [self.chunker.make_chunks(rows, "evaluation data") for rows in evaluations]

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, as_user_error
 from src.tasks.base import Counts, Tables, Tensors
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
-from src.tasks.text.context_parallel import own_part, register
+from src.tasks.text.context_parallel import register, shard_batch
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
 from src.tasks.text.model import Decoder, add_rows, add_tokens, keep_layout, load_exported
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
@@ -184,7 +184,7 @@ class CausalLM(CausalLMSettings, Decoder):
             "tokens": sum(sizes),
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
         }
-        return own_part(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
+        return shard_batch(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]

@@ -27,7 +27,7 @@ Attention = Callable[..., tuple[Tensor, None]]
 """A function for transformers' AttentionInterface, such as `varlen_attention`."""
 
 
-def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
+def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
     """Return this process's part of a batch of whole sequences, from CausalLM.collate, and which targets are in it:
     `own_targets`, shape (targets,), bool.
 
