@@ -73,8 +73,10 @@ FAULTS = [
     for which, name, fails, measured, where, hook in (
         ("quick", "each part counts all targets", "Steps", "gradients", CP + "CausalLM.count",
          with_all_targets),
-        ("quick", "positions begin anew in each part", "Steps", "gradients", CP + "shard_batch", with_positions_from_zero),
-        ("quick", "labels are shifted after the cut", "Steps", "gradients", CP + "shard_batch", without_the_last_labels),
+        ("quick", "positions begin anew in each part", "Steps", "gradients", CP + "shard_batch",
+         with_positions_from_zero),
+        ("quick", "labels are shifted after the cut", "Steps", "gradients", CP + "shard_batch",
+         without_the_last_labels),
         ("quick", "a part is another one's", "Steps", "gradients", CP + "shard_batch", of_the_other_rank),
         ("quick", "each part counts an example", "Evaluation", "eval/examples",
          "src.training.evaluation.metrics_of", counted_by_each),
