@@ -53,9 +53,10 @@ from pyarrow import parquet
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import PROJECT
+from src.tasks.streaming.order import Order
+from src.tasks.streaming.streamed_lm import StreamedLM
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.packing import Batch
-from src.tasks.text.streaming.order import Order
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.training.workers import load_in_workers
 
@@ -101,9 +102,9 @@ def filled(folder: Path) -> Path:
     return others
 
 
-def new_task(folder: Path, window: int = WINDOW, **settings: Any) -> Any:
-    shown = {"streaming": True, "shuffle_window": window, "sequence_length": LENGTH, **settings}
-    return CausalLM(dataset=str(folder), architecture=LLAMA, **shown)
+def new_task(folder: Path, window: int = WINDOW, is_loaded: bool = False, **settings: Any) -> Any:
+    shown = {"dataset": str(folder), "architecture": LLAMA, "sequence_length": LENGTH, **settings}
+    return CausalLM(**shown) if is_loaded else StreamedLM(shuffle_window=window, **shown)
 
 
 def use_cache(folder: Path) -> None:
@@ -179,7 +180,7 @@ def start(small: Path, large: Path, caches: Path) -> Measured:
 
 def loaded(small: Path, large: Path, caches: Path) -> Measured:
     for name in ("cold", "warm"):
-        found = [in_child("start", caches, folder=filled(folder), streaming=False) for folder in (small, large)]
+        found = [in_child("start", caches, folder=filled(folder), is_loaded=True) for folder in (small, large)]
         print(f"start {name}, map-style, a tenth: {found[0]:.1f} s, all rows: {found[1]:.1f} s", flush=True)
     yield from ()
 
@@ -218,7 +219,7 @@ def memory(small: Path, large: Path, caches: Path) -> Measured:
 
 def throughput(_: Path, large: Path, caches: Path) -> Measured:
     """In CPU seconds of the process, all threads: other processes on the machine count less."""
-    task, other = new_task(large), new_task(filled(large), streaming=False)
+    task, other = new_task(large), new_task(filled(large), is_loaded=True)
     stream, table = task.build_datasets()[0], other.build_datasets()[0]
     stream, size = task.augmented(stream, [0, 0, 1]), int(stream.counts[: CACHED // WINDOW].sum()) // BATCH * BATCH
     order = np.random.default_rng(0).permutation(len(table))[:size].tolist()

@@ -145,15 +145,13 @@ class Dpo(Decoder):
         return defaults | {"epochs": 1, "optim.lr": 1e-6}  # as in TRL: at a higher rate, it forgets what it knew
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
-        (opened,) = self.open_rows()
+        opened = self.open_rows()
         encode, length = partial(TextOrChat, ChatEncoder(str(self._tokenizer.chat_template))), self.sequence_length
         columns: dict[str, Any] = {name: encode(is_answer=True) for name in ("chosen", "rejected")}
         if "prompt" in opened.train.column_names:
             columns["prompt"] = encode(is_answer=False)
-        parts = self.usable_parts([opened], columns | {"tools": as_tools})
-        train, evaluation = (
-            self._pairs(rows, where) for (rows,), where in zip(parts, PART_NAMES.values(), strict=True)
-        )
+        parts = self.usable_parts(opened, columns | {"tools": as_tools})
+        train, evaluation = (self._pairs(rows, where) for rows, where in zip(parts, PART_NAMES.values(), strict=True))
         if full := sum(not all(answer["targets"] for answer in pair) for pair in train + evaluation):
             raise UserError(f"task.sequence_length={length}: {full} prompts leave no room for an answer; raise it")
         return train, evaluation

@@ -41,7 +41,7 @@ class TokenClassification(TextClassification):
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         columns = dict.fromkeys((self.text_column, self.label_column), as_list)
-        train, evaluation = (self._sentences(rows) for (rows,) in self.usable_parts(self.open_rows(), columns))
+        train, evaluation = (self._sentences(rows) for rows in self.usable_parts(self.open_rows(), columns))
         kinds = sorted({tag[2:] for _, tags in train for tag in tags if re.match("[BI]-", tag)})
         new = ["O", *(f"{place}-{kind}" for kind in kinds for place in "BI")]
         self._name_tags({tag for _, tags in train + evaluation for tag in tags}, new)

@@ -20,7 +20,7 @@ WORDS = {
     "mnist": r"MNIST|\bmnist\b|\bdigits\b",
     "plan": r"\bthe plan\b|-m plan\b|null GPU",
     "report": r"report\.html|\bthe report\b",
-    "streaming": r"task\.(streaming|sources)|\bstream(s|ed|ing)\b",
+    "streaming": r"streamed_lm|task\.(streaming|sources)|\bstream(s|ed|ing)\b",
     "text": r"\btransformers\b|tokeniz|causal_lm|text_classification|[lL]anguage model|\badapters?\b|LoRA|PEFT"
     r"|\[text|bitsandbytes|\bchats?\b|4-bit|MiniLM|Qwen|Llama",
     "tools": r"\bsrc\.tools\.(evaluate|generate|checkpoints)",

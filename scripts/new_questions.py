@@ -12,6 +12,7 @@ TEMPLATE = Path(__file__).resolve().parent.parent
 MAPS = (TEMPLATE / "src/tasks/__init__.py").read_text(encoding="utf-8")
 TASKS = dict(re.findall(r'"(\w+)": "([\w.]+:\w+)"', MAPS.partition("SETTINGS = {")[0]))
 """Where each task is defined. The map is read as text: importing it would need packages."""
+TASKS.pop("streamed_lm", None)  # which comes with causal_lm, unless `streaming` is left out
 
 
 def code_of(task: str) -> str:

@@ -21,10 +21,11 @@ FILES = {
     " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
     "plan": "plan src/tools/plan.py benchmarks/gpu* .github/ISSUE_TEMPLATE/gpu.yml",
     "report": "src/tracking/report.* src/tracking/plots.* tests/test_report.py docs/report.png",
-    "streaming": "src/tasks/text/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
+    "streaming": "src/tasks/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
-    "text": "src/tasks/text tests/text configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml"
-    " sweeps/pretrain.yaml sweeps/classify.yaml examples/chat* examples/ask.py examples/text.mk"
+    "text": "src/tasks/text src/tasks/streaming tests/text"
+    " configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml sweeps/pretrain.yaml sweeps/classify.yaml"
+    " examples/chat* examples/ask.py examples/text.mk"
     " examples/topics examples/weights.py examples/dpo.* examples/token_classification.*"
     " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md plan/four_bits.py"
     " plan/benchmarks plan/figures.md",

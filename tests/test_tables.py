@@ -107,7 +107,7 @@ def test_a_run_records_them_at_each_evaluation_alike_on_any_number_of_processes(
             assert row == other | {"confidence": pytest.approx(other["confidence"], abs=1e-4)}
 
 
-def test_accuracy_f1_and_matthews_are_the_textbooks() -> None:  # room: text
+def test_accuracy_f1_and_matthews_are_the_textbooks() -> None:
     labels = {"predictions": torch.tensor([1, 1, 0, 0, 1]), "references": torch.tensor([1, 0, 0, 1, 1])}
     assert load_metric("F1").compute(**labels, labels=2) == {"f1": pytest.approx(2 / 3)}
     assert load_metric("Accuracy").compute(**labels) == {"accuracy": 0.6}

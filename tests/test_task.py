@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from src.tasks.base import ContextParallel, Task, TaskState
+from src.training.run import build_data
 from tests.launching import PROJECT, Launch, Run, project_with_task, run_command
 from train import run_settings
 
@@ -94,6 +97,30 @@ def test_a_run_whose_task_is_compared_begins_again_with_what_the_data_hold() -> 
     one.build_datasets()
     again = one.bind(replace(one.state, optimizations=[]))
     assert (again.build_model().in_features, again.state.optimizations) == (3, [])
+
+
+def test_a_task_knows_its_part_of_shared_examples_when_it_builds_and_collates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried with the part set after the evaluation set was looked at: it is alone in both."""
+    seen: list[ContextParallel] = []
+
+    class Sharing(Words):
+        def build_datasets(self) -> tuple[list[str], list[str]]:
+            seen.append(self.state.cp)
+            return super().build_datasets()
+
+        def collate(self, samples: list[str]) -> list[str]:
+            seen.append(self.state.cp)
+            return samples
+
+    accelerator: Any = SimpleNamespace(num_processes=1)
+    config = run_settings([]).model_copy(update={"task": Sharing()})
+    for size in (1, 2):
+        part = ContextParallel(0, size, "group")
+        monkeypatch.setattr("src.training.run.context_parallel", lambda _, part=part: part)
+        train, _ = build_data(config, accelerator)
+        config.task.collate(train)
+        assert {*seen} == {part}
+        seen.clear()
 
 
 SEGMENTATION = """

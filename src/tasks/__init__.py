@@ -6,6 +6,7 @@ from typing import Any
 TASKS = {
     "mnist": "src.tasks.mnist:Mnist",
     "causal_lm": "src.tasks.text.causal_lm:CausalLM",  # room: text
+    "streamed_lm": "src.tasks.streaming.streamed_lm:StreamedLM",  # room: text+streaming
     "text_classification": "src.tasks.text.text_classification:TextClassification",  # room: text
     "dpo": "examples.dpo:Dpo",  # room: text+examples
     "token_classification": "examples.token_classification:TokenClassification",  # room: text+examples
@@ -16,6 +17,7 @@ SETTINGS = {
     # a file of its own that imports no torch, which takes seconds: --help and mistakes are answered at once
     "mnist": "src.tasks.mnist_settings:MnistSettings",
     "causal_lm": "src.tasks.text.settings:CausalLMSettings",  # room: text
+    "streamed_lm": "src.tasks.streaming.settings:StreamedLMSettings",  # room: text+streaming
     "text_classification": "src.tasks.text.settings:TextClassificationSettings",  # room: text
 }
 """Where the settings of some tasks are defined, from which the tasks inherit."""

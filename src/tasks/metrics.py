@@ -36,7 +36,7 @@ class Accuracy(_LabelMetric):
         return {"accuracy": float(np.mean(np.equal(predictions, references)))}
 
 
-class F1(_LabelMetric):  # room: text
+class F1(_LabelMetric):
     """Computes the harmonic mean of precision and recall: of label 1 if there are two `labels`, else the mean over
     them."""
 
@@ -45,7 +45,7 @@ class F1(_LabelMetric):  # room: text
         return {"f1": float(f1_score(references, predictions, average=average, zero_division=0))}
 
 
-class Matthews(_LabelMetric):  # room: text
+class Matthews(_LabelMetric):
     """Computes Matthews' correlation coefficient, -1 to 1; 0 is chance, however imbalanced the labels."""
 
     def _compute(self, predictions: list[int], references: list[int]) -> Metrics:

@@ -29,9 +29,6 @@ from src.training.evaluation import evaluate_on_one_process, metrics_of
 MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
 """Settings of tasks, and groups of settings, that would change the model."""
 
-TRAINING_DATA = ("task.streaming", "task.sources")
-"""Settings of text's training data that do not apply to another dataset."""
-
 
 def main(argv: list[str]) -> None:
     """Evaluate the model that the arguments name."""
@@ -70,9 +67,8 @@ def _with_settings(config: Config, arguments: list[str]) -> Config:
             mistakes.append(f"{how}: only settings of the task that choose the data can be changed here")
     saved = dict(flatten({"task": config.task.model_dump(mode="json")}))
     if "task.dataset" in values and "task.eval_from" in saved:
-        saved = {name: value for name, value in saved.items() if name not in TRAINING_DATA} | {"task.eval_from": "all"}
-    if values.get("task.eval_from") == "all":
-        saved.pop("task.streaming", None)
+        saved.pop("task.sources", None)  # of a mixture
+        saved["task.eval_from"] = "all"
     of_task = {name: value for name, value in values.items() if name.startswith("task.")}
     alone = create_model("TaskAlone", __base__=Settings, task=(type(config.task), ...))
     new: Any = validate(alone, saved | of_task, written, mistakes)[0]

@@ -162,6 +162,7 @@ def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exam
     """Return the training set and the evaluation set. Raise a UserError if the evaluation set has no targets, or the
     training set is empty or makes the schedule too short."""
     task = config.task
+    task.state.cp = context_parallel(accelerator)
     # the first process of each machine downloads and tokenizes, and the others read its cache
     with local_main_process_first(accelerator):
         datasets = task.build_datasets()
@@ -171,9 +172,9 @@ def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Exam
         raise UserError("the training set is empty")
     raise_if_any(config.optim.decay_errors(config.schedule_steps(len(train_set))))
     each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
-    if not any(each):  # the first example usually has one
+    # the first example usually has one; where processes share sequences, their parts of one may have none
+    if task.state.cp.size == 1 and not any(each):
         raise UserError("the evaluation set has nothing to predict: Task.count finds no targets in it")
-    task.state.cp = context_parallel(accelerator)  # from now on, a batch is this process's part of each example
     return train_set, eval_set
 
 

@@ -68,17 +68,19 @@ def as_it_is(cut: Hook, *arguments: Any) -> Batch:
 
 
 FAULTS = [
-    Fault("none, with dropout", "quick", "", "", CP + "own_part", as_it_is, ("--task.dropout=0.1",)),
+    Fault("none, with dropout", "quick", "", "", CP + "shard_batch", as_it_is, ("--task.dropout=0.1",)),
     *(Fault(name, which, fails, "", where, hook, measured=measured)
     for which, name, fails, measured, where, hook in (
         ("quick", "each part counts all targets", "Steps", "gradients", CP + "CausalLM.count",
          with_all_targets),
-        ("quick", "positions begin anew in each part", "Steps", "gradients", CP + "own_part", with_positions_from_zero),
-        ("quick", "labels are shifted after the cut", "Steps", "gradients", CP + "own_part", without_the_last_labels),
-        ("quick", "a part is another one's", "Steps", "gradients", CP + "own_part", of_the_other_rank),
+        ("quick", "positions begin anew in each part", "Steps", "gradients", CP + "shard_batch",
+         with_positions_from_zero),
+        ("quick", "labels are shifted after the cut", "Steps", "gradients", CP + "shard_batch",
+         without_the_last_labels),
+        ("quick", "a part is another one's", "Steps", "gradients", CP + "shard_batch", of_the_other_rank),
         ("quick", "each part counts an example", "Evaluation", "eval/examples",
          "src.training.evaluation.metrics_of", counted_by_each),
-        ("slow", "all have the first part", "Steps", "gradients", CP + "own_part", of_the_first_rank),
+        ("slow", "all have the first part", "Steps", "gradients", CP + "shard_batch", of_the_first_rank),
         ("slow", "a part sees itself alone", "Steps", "gradients", "src.tasks.text.context_parallel.across",
          of_parts_alone),
         ("slow", "examples are dealt by process", "Data", "epoch 1", "src.training.batches.ShardedBatchSampler",

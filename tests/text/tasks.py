@@ -121,7 +121,7 @@ SOURCES = "[{dataset: {folder}/shards, weight: 2}, {dataset: {folder}/other, wei
 """Of which the second one is used up before the epoch ends, after it came twice. A window makes some nine steps."""
 TEXT |= {  # room: streaming
     "mixture, streamed": Short(
-        ("--task.name=causal_lm", f"--task.sources={SOURCES}", "--task.streaming=true", "--task.sequence_length=64",
+        ("--task.name=streamed_lm", f"--task.sources={SOURCES}", "--task.sequence_length=64",
          "--task.shuffle_window=100", *tiny.NEW_LLAMA, "--max_steps=24", "--log_every=1", "--save_every=3",
          "--checkpoint.keep_last=9", "--global_batch_size=12", "--optim.lr=1e-3"),
         mixture, split=("--num_workers=2",), saved=12,

@@ -94,28 +94,26 @@ SHORTENED = "leaves out 'Hm.' of the chat that begins with 'hi': set --task.chat
 
 
 @pytest.mark.parametrize(
-    ("part", "streaming", "chat", "why", "counts"),
+    ("part", "chat", "why", "counts"),
     [
-        ("train", "false", [CHAT[0], *CHAT], REJECTED, f"1 of 40 rows in the training data *: fix them, {FIX}"),
-        ("test", "false", THOUGHT, SHORTENED, f"1 of 40 rows in the evaluation data *: fix them, {FIX}"),
-        ("train", "true", THOUGHT, SHORTENED, f"fix it, {FIX}"),
+        ("train", [CHAT[0], *CHAT], REJECTED, f"1 of 40 rows in the training data *: fix them, {FIX}"),
+        ("test", THOUGHT, SHORTENED, f"1 of 40 rows in the evaluation data *: fix them, {FIX}"),
     ],
-)  # fmt: skip
+)
 def test_a_chat_that_the_template_cannot_write_is_named_by_file_and_line_or_left_out(
-    part: str, streaming: str, chat: list[Any], why: str, counts: str
+    part: str, chat: list[Any], why: str, counts: str
 ) -> None:
-    """Tried without: it is named by its beginning alone, and never left out."""
+    """Streamed ones: test_streaming_input.py. Tried without: it is named by its beginning alone, and never left out."""
     files = {f"a/{name}.jsonl": CHATS * 2 + [{"messages": CHAT}] * 2 for name in ("train", "test")}
     files[f"a/{part}.jsonl"][19] = {"messages": chat}
     data = write(files)
     tiny.write({"strict.jinja": STRICT})
-    arguments = (*NEW, "chat_template=strict.jinja", "sequence_length=64", f"streaming={streaming}", data)
+    arguments = (*NEW, "chat_template=strict.jinja", "sequence_length=64", data)
     says = refused(*arguments)
     assert fnmatchcase(says, f"a/{part}.jsonl, line 20: the tokenizer's chat template {why}; {counts}"), says
     task, train, evaluation, _ = built(*arguments, SKIP)
-    if streaming == "false":
-        skipped = [task.describe(*of)["skipped_rows"] for of in (("train", train), ("eval", evaluation))]
-        assert skipped == [part == "train", part == "test"]
+    skipped = [task.describe(*of)["skipped_rows"] for of in (("train", train), ("eval", evaluation))]
+    assert skipped == [part == "train", part == "test"]
 
 
 NO_ROWS = 'one object, not rows: write a list of objects, or one per line (pandas: orient="records", lines=True)'

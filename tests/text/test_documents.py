@@ -173,12 +173,10 @@ def test_roles_that_neither_the_standard_nor_the_template_knows_are_named_with_t
     ],
 )
 def test_rows_with_a_first_and_last_token_get_no_second_one(row_format: Columns, templated: Any, plain: Any) -> None:
-    """As a template has written them; how many there are is said. Tried without: two of each."""
+    """As a template has written them. Tried without: two of each."""
     marked, bare = chunks(row_format, **templated), chunks(row_format, **plain)
     for name in ("input_ids", "labels", "targets"):
         assert marked[name][:] == bare[name][:]
-    assert pack(marked, 512).describe(512)["had_bos_or_eos"] == len(marked) - 1
-    assert "had_bos_or_eos" not in pack(bare, 512).describe(512)
     # white space may follow, as ChatML has it. Tried without: a second end after it
     spaced: list[tuple[Columns, Any]] = [
         (TEXT, {"t": [f"{END}hi{END}\n"]}),
@@ -234,16 +232,10 @@ def test_an_evaluation_shows_the_hardest_texts_by_the_loss_per_token() -> None:
 
 
 def test_a_prompt_and_a_completion_of_messages_are_a_chat_whose_completion_is_learnt() -> None:
-    """As TRL has them, with tools or without, loaded, streamed and mixed. Tried without: prompt is list, not text."""
+    """As TRL has them, with tools or without. Tried without: prompt is list, not text."""
     row = {"prompt": CHAT[:4], "completion": CHAT[4:]}
     shows = f"<|endoftext|><system>Be brief.{END}<user>Hi{END}<assistant>Yo{END}<user>Bye{END}<assistant>⟦Ciao{END}⟧"
     assert shown(row, packing=False).split("────\n")[1] == shows
-    rows = {"rows.jsonl": [row] * 20, "other.jsonl": [{"messages": CHAT}] * 20}
-    write(rows)
-    for data in ({"streaming": True, "dataset": "rows.jsonl"}, {"sources": [{"dataset": "rows.jsonl"}] * 2}):
-        task = tiny.task(**data, packing=False, sequence_length=256)
-        parts = task.build_datasets()
-        assert {task.preview(part, 0).split("────\n")[1] for part in parts} == {shows}
     with pytest.raises(UserError, match="line 2: prompt is not a list of messages, 5,000 at most; 1 of 2 rows"):
         shown(row, {"prompt": "Hi", "completion": "Yo"})
 
@@ -464,8 +456,8 @@ def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     assert inputs["index"].tolist() == [0, 2, 3, 5, 8, 10]
     assert inputs["targets"].tolist() == [6, 8] * 3
     assert task.count(batch) == {"targets": 6, "tokens": 9, "padded_tokens": 16}
-    counts: Any = SimpleNamespace(flops=SimpleNamespace(total=lambda *counts: counts))
-    assert task.flops(counts, batch) == (9, 6, 3 * 6)
+    counts: Any = SimpleNamespace(flops=(10_000, 100, 1))
+    assert task.flops(counts, batch) == 90_618
     assert inputs["cu_seq_lens"].tolist() == [0, 3, 6, 8, 11, 16, 16, 16, 16]
     assert (inputs["cu_seq_lens"].dtype, inputs["max_length"], type(inputs["max_length"])) == (torch.int32, 8, int)
 
@@ -579,15 +571,13 @@ def test_the_assistants_turns_are_marked_and_packed_documents_ruled_off() -> Non
     [
         ([{"messages": CHAT}] * 4, {}, "4 chats in 2 sequences of 256"),
         ([{"messages": CHAT}] * 4, {"packing": False}, "4 chats in 4 sequences of 256"),
-        ([{"messages": CHAT}] * 4, {"streaming": True}, "2 chats in 1 sequence of 256"),
         ([{"prompt": "Q:", "completion": "A"}], {}, "1 prompt in 1 sequence of 256"),
         ([{"text": "a" * 1000}], {}, "1 text in 4 sequences of 256"),
     ],
 )
 def test_the_data_are_said_in_rows_and_sequences(rows: Any, settings: dict[str, Any], expected: str) -> None:
     """So that packing is not taken for a loss. Tried with the number of sequences alone."""
-    part = {"eval_fraction": 0.5} if "streaming" in settings else {"eval_from": "all"}
-    task = tiny.task(dataset=write({"rows.jsonl": rows}), **{"sequence_length": 256, **part, **settings})
+    task = tiny.task(dataset=write({"rows.jsonl": rows}), sequence_length=256, eval_from="all", **settings)
     assert task.dataset_size(task.build_datasets()[0]) == expected
 
 

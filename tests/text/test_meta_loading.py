@@ -195,7 +195,7 @@ def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def a_loss(model: torch.nn.Module) -> torch.Tensor:
     """Of two documents in a row."""
     tokens = torch.arange(16)
-    return model("loss", index=tokens, targets=tokens.flip(0), input_ids=tokens[None], position_ids=tokens[None] % 8)
+    return model(index=tokens, targets=tokens.flip(0), input_ids=tokens[None], position_ids=tokens[None] % 8)
 
 
 def resident(what: str) -> int:

@@ -290,7 +290,7 @@ def first_loss(accelerator: Accelerator, launch: RunSetup, task: dict[str, Any])
     labels = rows[:, 1:].flatten()
     index = torch.arange(rows.numel()).view_as(rows)[:, :-1].flatten()
     positions = torch.arange(rows.shape[1]).expand_as(rows)
-    loss: Tensor = model("loss", index=index, targets=labels, input_ids=rows, position_ids=positions)
+    loss: Tensor = model(index=index, targets=labels, input_ids=rows, position_ids=positions)
     return accelerator.reduce(loss.detach().double()).item() / TOKENS[:, 1:].numel()
 
 

@@ -18,10 +18,10 @@ import pytest
 from datasets import ClassLabel, Features, Value
 from pyarrow import parquet
 
+from src.tasks.streaming.blocks import Blocks
 from src.tasks.text import reading
 from src.tasks.text.chats import ChatEncoder, as_tools
 from src.tasks.text.reading import Rows, as_label, as_text, cache_folder, require_columns
-from src.tasks.text.streaming.blocks import Blocks
 from tests.text import tiny
 
 FILES = 300
@@ -254,15 +254,15 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], bytes], Callable[[bytes], 
 class Recording:
     """Stands for a tokenizer: keeps the rows that it gets, and has a token for each."""
 
-    filler = {"length": 0}
-
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
     def chunks(self, rows: Rows) -> pa.Table:
         self.rows += zip(*rows.values(), strict=True)
         number = len(next(iter(rows.values())))
-        return pa.table({"length": [1] * number, "row": range(number)})
+        return pa.table(
+            {"input_ids": [[7]] * number, "labels": [[7]] * number, "length": [1] * number, "row": range(number)}
+        )
 
 
 def read(folder: Path, has_chats: bool, streaming: bool) -> tuple[list[Row], int]:
@@ -271,11 +271,11 @@ def read(folder: Path, has_chats: bool, streaming: bool) -> tuple[list[Row], int
     columns: Any = {"text": as_text, "label": as_label}
     if has_chats:
         columns = {"messages": ChatEncoder(""), "tools": as_tools}
-    (opened,) = task.open_rows()
+    opened = task.open_rows()
     source = opened.train
     number = int(source.sizes.sum())
     if not streaming:
-        (table,), _ = task.usable_parts([opened], columns)
+        table, _ = task.usable_parts(opened, columns)
         rows = [*zip(*(table[name][:] for name in columns), strict=True)]
         return rows, number - len(rows)
     require_columns(columns, source, task.dataset)

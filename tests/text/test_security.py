@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from src.config.errors import UserError
 from src.distributed.process import exit_codes
-from src.tasks.text import files, model, reading
+from src.tasks.text import files
 from src.tasks.text.chats import CHATML, MAX_MESSAGES, ChatEncoder, render_chat, with_date
 from src.tasks.text.reading import ShardReader, row_ranges
 from src.tasks.text.tokenizing import byte_tokenizer
@@ -179,80 +179,6 @@ def test_a_file_that_is_nested_too_deeply_is_tried_once(monkeypatch: pytest.Monk
     assert not waits
 
 
-def test_a_parquet_that_becomes_gigabytes_is_refused() -> None:
-    """1 kB for 0.8 GB. A text that is often the same is none of these. Tried without: it is read."""
-    for size, says in ((7500, "a.parquet: cannot be read: a row group becomes more than 1,000 times"), (75, None)):
-        rows = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), pa.array(["x" * size]))
-        parquet.write_table(pa.table({"text": rows}), "a.parquet", compression="zstd", store_schema=False)
-        assert Path("a.parquet").stat().st_size < 10_000
-        if says:
-            with pytest.raises(UserError) as error:
-                rows_of("a.parquet")
-            assert line(error).startswith(says)
-        else:
-            assert rows_of("a.parquet")["texts"] == ["x" * size] * 100_000
-
-
-MANY = 10**7  # and on the code before, a billion would fill the memory
-ENDLESS: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
-    "layers": (LLAMA, {"num_hidden_layers": MANY}, "task.model=llama: cannot be loaded: num_hidden_layers is"),
-    "kinds of layers": (LLAMA, {"model_type": "qwen3", "num_hidden_layers": MANY}, "task.model=llama: cannot"),
-    "labels": (LLAMA, {"num_labels": MANY}, "task.model=llama: cannot be loaded: num_labels is 10,000,000, but no"),
-    "inner": (LLAMA, {"text_config": {"n_layer": MANY}}, "task.model=llama: cannot be loaded: text_config.n_layer is"),
-    "a tokenizer's": (
-        (*LM, *tiny.NEW_LLAMA, "--task.tokenizer=llama", "--task.dataset=a.jsonl"),
-        {"model_type": "qwen3", "num_hidden_layers": MANY}, "task.tokenizer=llama: cannot be loaded: num_hidden_layers",
-    ),
-    "new": (
-        (*LM, "--task.dataset=a.jsonl", f"--task.architecture={{model_type: qwen3, num_hidden_layers: {MANY}}}"),
-        {}, "task.architecture: qwen3 rejects it: num_hidden_layers is 10,000,000, but no model has more than 30,000",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "fields", "says"), ENDLESS.values(), ids=ENDLESS)
-def test_a_config_of_endless_layers_is_refused(
-    models: Path, arguments: tuple[str, ...], fields: Any, says: str
-) -> None:
-    """Before anything is built. Tried without: a list of so many names, or a model of so many modules."""
-    copied(models, "llama", {"config.json": fields})
-    with pytest.raises(UserError) as error:
-        built(*arguments)
-    assert line(error).startswith(says)
-    if fields:
-        with pytest.raises(UserError, match=r"^not a language model: .* is 10,000,000, but no model has "):
-            model.load_exported(Path("llama"))
-
-
-def test_a_config_of_a_real_size_is_none_of_them() -> None:
-    """Gemma 3n has a vocabulary for its layers, Doge 16,384 experts, and some heads have thousands of labels. Tried
-    with whatever has `layer` in its name."""
-    fields = {"vocab_size_per_layer_input": 262_144, "shared_expert_intermediate_size": 20_480, "num_experts": 16_384}
-    model.require_buildable({"text_config": fields, "num_labels": 100_000, "label2id": {"record player": 99_999}})
-    for name in ("num_blocks", "depth", "n_layer", "decoder_layers", "n_routed_experts"):
-        with pytest.raises(ValueError, match=f"^inner.{name} is 10,000,000, but no model has more than 30,000$"):
-            model.require_buildable({"inner": {name: MANY}})
-
-
-def test_a_pattern_that_would_match_for_years_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried without: no signal is answered either."""
-    monkeypatch.setattr(model, "LONGEST_MATCH", 1)
-    shutil.copytree(models / "llama", "llama")
-    with pytest.raises(UserError) as error:
-        built(*LLAMA, "--task.lora.r=2", r"--task.lora.exclude_modules=(\w+\.?)+x")
-    assert line(error) == "task.lora.target_modules, exclude_modules: a pattern takes more than 1 s to match"
-    tiny.write({"adapters/adapter_config.json": json.dumps(
-        {"peft_type": "LORA", "base_model_name_or_path": "llama", "target_modules": r"(\w+\.?)+x"}
-    )})  # fmt: skip
-    shutil.copy("llama/tokenizer.json", "adapters")
-    shutil.copy("llama/tokenizer_config.json", "adapters")
-    with pytest.raises(UserError, match="^not a language model: a pattern takes more than 1 s to match$"):
-        model.load_exported(Path("adapters"))
-    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-    *_, adapted = built(*LLAMA, "--task.lora.r=2", r"--task.lora.exclude_modules=.*\.0\..*")
-    assert {name for name, _ in adapted.named_modules() if name.endswith("0.self_attn.q_proj.lora_A")} == set()
-
-
 # ------------------------------------------------------------ what a file says of itself
 
 DAMAGED: dict[str, bytes] = {
@@ -288,24 +214,3 @@ def test_a_value_that_is_not_the_json_that_its_file_promises_is_a_bad_row() -> N
     found = rows_of("a.parquet")
     assert found["texts"] == ["one", None, None]
     assert [reason.partition(": ")[0] for reason in found["bad"]] == ["text cannot be read"] * 2
-
-
-def test_links_that_lead_out_of_a_folder_are_said(tmp_path: Path) -> None:
-    """In one line: each file of a snapshot in the Hub's cache is a link. Tried without: not a word."""
-    tiny.write({"home/train.jsonl": ROWS, "data/own.jsonl": ROWS})
-    Path("data/train.jsonl").symlink_to(tmp_path / "home/train.jsonl")
-    Path("data/inner.jsonl").symlink_to("own.jsonl")
-    Path("link.jsonl").symlink_to("home/train.jsonl")
-    for name, says in (("data", "data has links that lead out of it: "), ("link.jsonl", ""), ("home", "")):
-        task: Any = tiny.task(dataset=name)
-        task.open_rows()
-        said = " ".join(task.state.remarks).replace(f"{tmp_path}/", "")
-        assert said == (says and f"{says}data/train.jsonl -> home/train.jsonl")
-
-
-def test_a_group_of_rows_is_decoded_to_the_same_rows() -> None:
-    """In batches, across their ends."""
-    tiny.write({"a.parquet": b""})
-    texts = [f"line {i}" for i in range(3 * reading.BATCH + 7)]
-    parquet.write_table(pa.table({"text": texts}), "a.parquet")
-    assert rows_of("a.parquet") == {"texts": texts, "bad": []}

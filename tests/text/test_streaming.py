@@ -1,4 +1,4 @@
-"""src/tasks/text/streaming: the order and the sequences depend on the seed and the step alone, each row comes exactly
+"""src/tasks/streaming: the order and the sequences depend on the seed and the step alone, each row comes exactly
 once, and a run goes on exactly, at any number of processes."""
 
 import json
@@ -21,12 +21,14 @@ import pytest
 from pyarrow import parquet
 
 from src.tasks.base import ContextParallel, samples
+from src.tasks.streaming.blocks import Blocks
+from src.tasks.streaming.order import Order
+from src.tasks.streaming.stream import Stream, count_sequences, masses_of, packed
+from src.tasks.streaming.streamed_lm import StreamedLM
+from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.files import GROUP_ROWS, find_files, index_files
 from src.tasks.text.packing import best_fit
 from src.tasks.text.reading import ShardReader, cache_folder
-from src.tasks.text.streaming.blocks import Blocks
-from src.tasks.text.streaming.order import Order
-from src.tasks.text.streaming.stream import Stream, count_sequences, masses_of, packed
 from tests.faults.runs import cut_back
 from tests.launching import Launch, Run, Started, slow, wait
 from tests.text import tiny
@@ -45,7 +47,7 @@ def shards(shared: Path) -> Path:
 
 def task(dataset: Path | str = "", **settings: Any) -> Any:
     """A task that streams."""
-    return tiny.task(dataset=str(dataset), **{"streaming": True, "shuffle_window": 500} | settings)
+    return tiny.task(StreamedLM, dataset=str(dataset), **{"shuffle_window": 500} | settings)
 
 
 def epoch(task: Any, number: int = 0) -> Stream:
@@ -226,8 +228,8 @@ def test_prompts_packed_or_not_lose_nothing_that_map_style_has() -> None:
     tiny.questions(Path("asked/dev.jsonl"), rows=9)
     for packing in (True, False):
         tokens = []
-        for streaming in (True, False):
-            train, _ = task("asked", streaming=streaming, packing=packing).build_datasets()
+        for kind in (StreamedLM, CausalLM):
+            train, _ = tiny.task(kind, dataset="asked", packing=packing).build_datasets()
             chunks = [chunk for sample in samples(train, [*range(len(train))]) for chunk in sample]
             tokens.append(sorted((chunk["input_ids"].tolist(), chunk["labels"].tolist()) for chunk in chunks))
         assert tokens[0] == tokens[1]

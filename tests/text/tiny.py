@@ -29,7 +29,7 @@ END = "<|endoftext|>"
 
 def task(kind: Any = CausalLM, **settings: Any) -> Any:
     """A task with these settings. A language model is a Llama from scratch, unless they name another one."""
-    if kind is CausalLM:
+    if issubclass(kind, CausalLM):
         new = {} if "model" in settings else {"architecture": {"model_type": "llama", **LLAMA}}
         settings = {**new, "sequence_length": 64, **settings}
     return kind(**settings)

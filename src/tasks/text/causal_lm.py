@@ -4,7 +4,8 @@ import math
 import re
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
+from operator import mul
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -18,14 +19,12 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, as_user_error
 from src.tasks.base import Counts, Tables, Tensors
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
-from src.tasks.text.context_parallel import own_part, register
+from src.tasks.text.context_parallel import register, shard_batch
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
 from src.tasks.text.model import Decoder, add_rows, add_tokens, keep_layout, load_exported
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
-from src.tasks.text.reading import ROW, Encoder, Encoders, as_is, as_text
+from src.tasks.text.reading import ROW, Encoder, Encoders, Source, as_text
 from src.tasks.text.settings import CausalLMSettings
-from src.tasks.text.streaming.by_source import counts_by_source, losses_by_source, sums_by_source, with_sources
-from src.tasks.text.streaming.stream import Stream, build_stream
 from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
 
 MARK = re.compile(r"<\|[^|\n]*\|>")
@@ -106,19 +105,18 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def build_datasets(self) -> tuple[Any, Sequences]:
         opened = self.open_rows()
-        first, *others = (part.train.column_names for part in opened)
-        shared = set(first).intersection(*others)
-        names = [name for name in first if name in shared]
+        columns = self.choose_columns(opened.train, opened.train.column_names)
+        train, evaluation = self.usable_parts(opened, columns)
+        return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
+
+    def choose_columns(self, source: Source, names: list[str]) -> Encoders:
+        """Choose the columns to train on among these of a source, and return their encoders."""
         asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
         self._columns = find_columns(asked, names)
         prompt = self._columns.get("prompt")
-        prompts = opened[0].train.read(0, 0, 1, [prompt])[0][prompt] if prompt else []  # the first tells, as in TRL
+        prompts = source.read(0, 0, 1, [prompt])[0][prompt] if prompt else []  # the first tells, as in TRL
         is_chat = "messages" in self._columns or any(isinstance(value, list) for value in prompts)
-        columns = self._chat_encoders() if is_chat else dict.fromkeys(self._columns.values(), as_text)
-        train, evaluation = self.usable_parts(opened, columns)
-        if self.is_streamed:  # room: streaming
-            return self._stream(train, columns), self._sequences(evaluation, "evaluation data")
-        return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
+        return self._chat_encoders() if is_chat else dict.fromkeys(self._columns.values(), as_text)
 
     def _chat_encoders(self) -> Encoders:
         """Return the encoders of chats, whole or as prompts and completions, whose rows are kept as text."""
@@ -132,12 +130,12 @@ class CausalLM(CausalLMSettings, Decoder):
             self.state.remarks.append(f"chats are dated {date}, when this run began")
         self._columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
         encoders: dict[str, Encoder] = dict.fromkeys(self._columns.values(), ChatEncoder(str(template)))
-        encoders |= {"tools": as_tools, ROW: self._chunker.encode_row}
+        encoders |= {"tools": as_tools, ROW: self.chunker.encode_row}
         self._columns = {"row": ROW}
         return encoders
 
     @property
-    def _chunker(self) -> Chunker:
+    def chunker(self) -> Chunker:
         tokenizer = self._tokenizer
         if date := self.state.data.get("date"):
             tokenizer = with_date(tokenizer, date)
@@ -152,25 +150,17 @@ class CausalLM(CausalLMSettings, Decoder):
             return super().split(rows, dataset)
         return split_text(rows, column, 1 - self.eval_fraction)
 
-    def _sequences(self, parts: list[Dataset], part: str) -> Sequences:
+    def _sequences(self, rows: Dataset, part: str) -> Sequences:
+        return self.packed(self.chunker.make_chunks(rows, part), len(rows), part)
+
+    def packed(self, chunks: Dataset, num_rows: int, part: str) -> Sequences:
+        """Return the sequences that these chunks, of so many rows, make. Raise a UserError if they have no targets."""
         length = self.sequence_length
-        tables = [self._chunker.make_chunks(rows, part) for rows in parts]
-        chunks = tables[0]
-        if self.is_streamed:  # room: streaming
-            chunks = with_sources(tables)
         if not any(chunks["targets"][:]):
             says = f"no row has a completion, or an assistant's turn, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
         sequences = pack(chunks, length) if self.packing else unpacked(chunks)
-        return replace(sequences, num_rows=sum(map(len, parts)))
-
-    def _stream(self, rows: list[Any], columns: Encoders) -> Stream:  # room: streaming
-        if not self.packing and "text" in self._columns:
-            raise UserError("task.packing=false: streamed text yields an unknown number of sequences: set packing=true")
-        capacity = self.sequence_length if self.packing else None
-        if not self.streaming:  # loaded rows are encoded already
-            columns = dict.fromkeys(self._columns.values(), as_is)
-        return build_stream(self, rows, columns, self._chunker, capacity)
+        return replace(sequences, num_rows=num_rows)
 
     def fingerprint(self, dataset: Sequences) -> str:
         return dataset.fingerprint()
@@ -193,18 +183,21 @@ class CausalLM(CausalLMSettings, Decoder):
             "inputs": inputs | document_lengths(ends),
             "tokens": sum(sizes),
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
-            **counts_by_source(self, [*chain.from_iterable(samples)]),  # room: streaming
         }
-        return own_part(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
+        return shard_batch(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]
 
     def preview(self, dataset: Sequences, index: int) -> str:
         (chunks,) = dataset.__getitems__([index])
-        labels = np.concatenate([chunk["labels"] for chunk in chunks])
-        targets = (labels != -100).sum()
-        share = f"{targets:,} of them ({targets / len(labels):.1%})"
+        return self.shown(chunks)
+
+    def shown(self, chunks: list[Chunk]) -> str:
+        """Return the chunks of a sequence as lines of text, with what contributes to the loss in ⟦ ⟧."""
+        labels = np.concatenate([[], *(chunk["labels"] for chunk in chunks)])
+        targets = np.count_nonzero(labels != -100)
+        share = f"{targets:,} of them ({targets / max(len(labels), 1):.1%})"
         text = f"{len(labels):,} tokens, {share} contribute to the loss"
         for number, chunk in enumerate(chunks, start=1):
             text += f"\n──── document {number} of {len(chunks)} ────\n"
@@ -222,34 +215,27 @@ class CausalLM(CausalLMSettings, Decoder):
             "targets": len(inputs["targets"]),
             "tokens": batch["tokens"],
             "padded_tokens": inputs["input_ids"].numel(),
-            **batch.get("counts", {}),
         }
 
     def flops(self, model: LanguageModel, batch: Batch) -> float:
         counts = batch["tokens"], len(batch["inputs"]["targets"]), batch["pairs"]
-        return model.flops.total(*counts) if model.flops else 0.0
+        return sum(map(mul, model.flops or (), counts))
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        return model("loss", **batch["inputs"])
+        return model(**batch["inputs"])
 
     def evaluate(self, model: Any, batch: Batch) -> tuple[Tensor, Tensors]:
-        inputs = batch["inputs"]
-        nats, correct = model("score", **inputs)
-        values = torch.stack([nats, torch.ones_like(nats), correct], 1)
-        rows = inputs["index"] // inputs["input_ids"].shape[1]
-        sums = values.new_zeros(len(inputs["input_ids"]), 3).index_add(0, rows, values)
-        return nats.sum(), {
-            **dict(zip(SUMS, sums.unbind(1), strict=True)),
-            **sums_by_source(self, batch, nats, rows, len(sums)),  # room: streaming
-        }
+        nats, correct = model(**batch["inputs"], is_scoring=True)
+        return nats.sum(), self.scores(batch, nats, correct)
+
+    def scores(self, batch: Batch, nats: Tensor, correct: Tensor) -> Tensors:
+        """Return sums over each sequence, by name, from what `LanguageModel` returns for each target."""
+        sums = by_sequence(batch, torch.stack([nats, torch.ones_like(nats), correct], 1))
+        return dict(zip(SUMS, sums.unbind(1), strict=True))
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
         nats, targets, correct = (outputs[name].double().sum().item() for name in SUMS)
-        return {
-            "perplexity": math.exp(min(nats / targets, 700.0)),
-            "accuracy": correct / targets,
-            **losses_by_source(self, outputs),  # room: streaming
-        }
+        return {"perplexity": math.exp(min(nats / targets, 700.0)), "accuracy": correct / targets}
 
     def tables(self, outputs: Tensors, dataset: Sequences) -> Tables:
         losses = (outputs["nats"] / outputs["targets"].clamp(min=1)).tolist()
@@ -260,3 +246,11 @@ class CausalLM(CausalLMSettings, Decoder):
         lm = load_exported(folder, self.base_dtype)
         keep_layout(lm)
         return LanguageModel(lm)
+
+
+def by_sequence(batch: Batch, values: Tensor) -> Tensor:
+    """Return the sums over each sequence of a batch, given the values of each target; shape (sequences, n) and
+    (targets, n)."""
+    tokens = batch["inputs"]["input_ids"]
+    rows = batch["inputs"]["index"] // tokens.shape[1]
+    return values.new_zeros(len(tokens), values.shape[1]).index_add(0, rows, values)

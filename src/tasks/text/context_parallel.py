@@ -27,8 +27,9 @@ Attention = Callable[..., tuple[Tensor, None]]
 """A function for transformers' AttentionInterface, such as `varlen_attention`."""
 
 
-def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
-    """Return this process's part of a batch of whole sequences, from CausalLM.collate.
+def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
+    """Return this process's part of a batch of whole sequences, from CausalLM.collate, and which targets are in it:
+    `own_targets`, shape (targets,), bool.
 
     Labels have been shifted there: the label of a part's last token is the first token of the next part.
 
@@ -51,8 +52,7 @@ def own_part(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
         "inputs": inputs | own,
         "tokens": sum(min(max(size - start, 0), length) for size in sizes),
         "pairs": batch["pairs"] / cp.size,  # per head, and each process has the same number of heads
-        "counts": {name: number * (cp.rank == 0) for name, number in batch.get("counts", {}).items()},
-        **({"sources": batch["sources"][is_own]} if "sources" in batch else {}),  # room: streaming
+        "own_targets": is_own,
     }
 
 

@@ -8,9 +8,8 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -23,7 +22,7 @@ from src.config.errors import UserError, cause
 from src.tasks.base import num_weights
 from src.tasks.text.model import fsdp_blocks, without_adapters
 
-WITHOUT_EFFECT = {"cu_seq_lens_k", "max_length_k", "position_ids", "is_causal"}
+IGNORED_KWARGS = {"cu_seq_lens_k", "max_length_k", "position_ids", "is_causal"}
 """Arguments of attention functions that do not change a decoder's attention within a document."""
 
 HAS_GQA_SWITCH = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -48,7 +47,7 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def varlen_attention(
+def document_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -60,6 +59,7 @@ def varlen_attention(
     *,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
+    is_varlen: bool,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return each token's attention to itself and to those before it in its document, for AttentionInterface.
@@ -68,6 +68,9 @@ def varlen_attention(
         query: shape (batch, heads, length, head size). `key` and `value` may have fewer heads.
         sliding_window: the most tokens that a token attends to, itself included; None: all.
         cu_seq_lens_q, max_length_q: as from `document_lengths`.
+        is_varlen: by torch's varlen kernel, of all documents at once; or by the usual one, one document at a time: in
+            any dtype, and with dropout. Then only sliding windows need a mask, and on a GPU the host waits for the
+            lengths.
 
     Returns:
         Shape (batch, length, heads, head size), in the dtype of `value`: under autocast, rotary embeddings may have
@@ -76,47 +79,37 @@ def varlen_attention(
     Raises:
         ValueError: the model asks for more than the kernel can do.
     """
-    _require_known("varlen", {"dropout": dropout or None, "attention_mask": attention_mask, **options})
+    asked = {"attention_mask": attention_mask, **options, "dropout": dropout if is_varlen and dropout else None}
+    set_options = {name for name, value in asked.items() if value is not None and value is not False}
+    if unknown := sorted(set_options - IGNORED_KWARGS):
+        kernel = "varlen" if is_varlen else "per-document"
+        raise ValueError(f"{kernel} attention does not support {' and '.join(unknown)}")
     q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
-    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    # claiming groups where there are none may select another kernel for the backward pass
-    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if HAS_GQA_SWITCH else {}
-    output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, **grouped)
+    is_grouped = query.shape[1] != key.shape[1]
+    if is_varlen:
+        lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        # claiming groups where there are none may select another kernel for the backward pass
+        grouped: dict[str, Any] = {"enable_gqa": is_grouped} if HAS_GQA_SWITCH else {}
+        output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, **grouped)
+    else:
+        sizes = [size for size in cu_seq_lens_q.diff().tolist() if size]
+        outputs = []
+        for document in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+            q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in document)
+            mask, length = None, q.shape[2]
+            if sliding_window is not None and sliding_window < length:
+                mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
+            )
+            outputs.append(attended.squeeze(0).transpose(0, 1))
+        output = torch.cat(outputs)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 
 
-def attention_by_document(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Return what `varlen_attention` does, by the usual kernel, one document at a time: in any dtype, and with dropout.
-    Only sliding windows need a mask. On a GPU, the host waits for the lengths."""
-    _require_known("per-document", {"attention_mask": attention_mask, **options})
-    lengths = [length for length in cu_seq_lens_q.diff().tolist() if length]
-    packed = (t.to(value.dtype).transpose(1, 2).flatten(0, 1).split(lengths) for t in (query, key, value))
-    is_grouped = query.shape[1] != key.shape[1]
-    outputs = []
-    for document in zip(*packed, strict=True):
-        q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in document)
-        mask, length = None, q.shape[2]
-        if sliding_window is not None and sliding_window < length:
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
-        output = F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
-        )
-        outputs.append(output.squeeze(0).transpose(0, 1))
-    return torch.cat(outputs).unflatten(0, (query.shape[0], query.shape[2])), None
+varlen_attention = partial(document_attention, is_varlen=True)
+attention_by_document = partial(document_attention, is_varlen=False)
 
 
 def attention_in_halves(
@@ -128,13 +121,6 @@ def attention_in_halves(
     whole = (tensor.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3) for tensor in (query, key, value))
     output, _ = attention_by_document(module, *whole, *arguments, **options)
     return output.unflatten(1, (2, -1)).flatten(0, 1), None
-
-
-def _require_known(name: str, options: dict[str, Any]) -> None:
-    """Raise a ValueError if the attention of this name is asked for something that it can't do."""
-    asked = {option for option, value in options.items() if value is not None and value is not False}
-    if unknown := sorted(asked - WITHOUT_EFFECT):
-        raise ValueError(f"{name} attention does not support {' and '.join(unknown)}")
 
 
 AttentionInterface.register("varlen", varlen_attention)  # without an AttentionMaskInterface no mask is made
@@ -194,29 +180,16 @@ Args:
 """
 
 
-@dataclass(frozen=True)
-class Flops:
-    """Counts the operations of the matrix products in a forward and a backward pass; what is recomputed counts once.
-    For the model FLOPs utilization of Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, appendix B), except that
-    only the pairs of tokens that attention needs count."""
-
-    per_token: int
-    per_target: int
-    """In the output layer, which only tokens with a target pass through."""
-    per_pair: int
-    """For each pair of a token and one that it attends to, itself included, over all layers."""
-
-    def total(self, tokens: int, targets: int, pairs: int) -> int:
-        """Return the operations for these numbers of each."""
-        return self.per_token * tokens + self.per_target * targets + self.per_pair * pairs
-
-
-def count_flops(model: PreTrainedModel) -> Flops | None:
-    """Return the operations of a decoder; None if they are unknown, because it has layers other than full attention and
-    matrices that every token passes through, such as windows, state spaces or experts.
+def count_flops(model: PreTrainedModel) -> tuple[int, int, int] | None:
+    """Return the operations of a decoder's matrix products in a forward and a backward pass: for each token; for each
+    target, as only these pass through the output layer; and for each pair of a token and one that it attends to, itself
+    included, over all layers. None: unknown, because it has layers other than full attention and matrices that every
+    token passes through, such as windows, state spaces or experts.
 
     A matrix takes two operations per weight in the forward pass, two for the gradient of its input, and two for its own
-    gradient unless it is frozen. Layers that text does not pass through don't count.
+    gradient unless it is frozen. What is recomputed counts once; layers that text does not pass through don't count.
+    For the model FLOPs utilization of Chowdhery et al. 2022 (https://arxiv.org/abs/2204.02311, appendix B), except that
+    only the pairs of tokens that attention needs count.
     """
     config, decoder = model.config.get_text_config(), model.get_decoder()
     heads, kinds = getattr(config, "num_attention_heads", None), getattr(config, "layer_types", None) or ()
@@ -226,7 +199,7 @@ def count_flops(model: PreTrainedModel) -> Flops | None:
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     per_pair = 12 * config.num_hidden_layers * heads * width
-    return Flops(_of_matrices(decoder.modules()), _of_matrices(model.get_output_embeddings().modules()), per_pair)
+    return _of_matrices(decoder.modules()), _of_matrices(model.get_output_embeddings().modules()), per_pair
 
 
 def _of_matrices(modules: Iterable[nn.Module]) -> int:
@@ -279,8 +252,8 @@ class LanguageModel(nn.Module):
         return without_adapters(self.lm)
 
     @cached_property
-    def flops(self) -> Flops | None:
-        """Return the operations of a step; None if they are unknown."""
+    def flops(self) -> tuple[int, int, int] | None:
+        """Return the operations per token, target and pair, as from `count_flops`."""
         return count_flops(self.hf)
 
     def get_input_embeddings(self) -> nn.Module | None:
@@ -291,12 +264,9 @@ class LanguageModel(nn.Module):
         """Return the last layer, to be gathered with the norm before it."""
         return None if self._has_tied_rows else self.hf.get_output_embeddings()
 
-    def forward(self, method: Literal["loss", "score"], **inputs: Any) -> Any:
-        """Call the method of this name: FSDP gathers weights, and Accelerate casts, only around `forward`."""
-        return getattr(self, f"_{method}")(**inputs)
-
-    def _loss(self, index: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
-        """Return the loss summed over the targets, shape (), fp32.
+    def forward(self, index: Tensor, targets: Tensor, is_scoring: bool = False, **inputs: Any) -> Any:
+        """Return the loss summed over the targets, shape (), fp32; for scoring, an evaluation without gradients, what
+        each target contributes to it, and 1 if it was the likeliest token, else 0; both of shape (targets,), fp32.
 
         Args:
             index: positions with a target, in the flattened batch; shape (targets,), int64.
@@ -304,14 +274,13 @@ class LanguageModel(nn.Module):
             inputs: as for `logits`.
         """
         states = self._states(**inputs).flatten(0, 1).index_select(0, index)
+        if is_scoring:
+            return self._score(states, targets)
         if self._is_plain_head:
             return self.hf.get_output_embeddings()(states, targets)
         return F.cross_entropy(self._logits(states).float(), targets, reduction="sum")
 
-    def _score(self, index: Tensor, targets: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return what each target contributes to the loss, and 1 if it was the likeliest token, else 0; both of shape
-        (targets,), fp32. For evaluation, without gradients. Arguments are as for `_loss`."""
-        states = self._states(**inputs).flatten(0, 1).index_select(0, index)
+    def _score(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         losses, correct = [], []
         rows = self._rows_at_once(states)
         for chunk, expected in zip(states.split(rows), targets.split(rows), strict=True):

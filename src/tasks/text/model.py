@@ -4,12 +4,9 @@ import copy
 import json
 import os
 import re
-import signal
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -43,8 +40,8 @@ from transformers.trainer_utils import align_special_tokens
 
 from src.config.errors import UserError, as_user_error, cause, listed, raise_if_any
 from src.config.requirements import missing_requirements
-from src.config.settings import flatten, nearest
-from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors
+from src.config.settings import nearest
+from src.tasks.base import Cards, FillWeights, TaskState, Tensors
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading
 from src.tasks.text.meta_loading import (
@@ -61,31 +58,10 @@ from src.tasks.text.meta_loading import (
 )
 from src.tasks.text.reading import TextTask
 from src.tasks.text.settings import DecoderSettings, Lora
-from src.tasks.text.streaming.stream import Stream
 from src.tasks.text.tokenizing import byte_tokenizer
 
 logging.set_verbosity_error()  # what is missing or does not fit is judged here
 logging.disable_progress_bar()
-
-
-LONGEST_MATCH = 5
-"""Seconds that a regular expression may take to match all names of layers, which takes milliseconds."""
-
-
-def require_quick(patterns: Iterable[Any], model: nn.Module) -> None:
-    """Raise a UserError if one of the patterns among these values takes longer than LONGEST_MATCH to match the names of
-    the model's layers: peft would match for years, and no other signal would be answered. Called on the main thread."""
-    before = signal.signal(
-        signal.SIGALRM, lambda *_: raise_if_any([f"a pattern takes more than {LONGEST_MATCH} s to match"])
-    )
-    signal.alarm(LONGEST_MATCH)
-    try:
-        for pattern in patterns:
-            if isinstance(pattern, str):
-                [*map(re.compile(pattern).fullmatch, dict(model.named_modules()))]
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def add_adapters(
@@ -95,8 +71,8 @@ def add_adapters(
     except for a classifier's head and what `options`, fields of peft's LoraConfig, ask for. Raise a UserError if
     `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
     peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
-    names = [f".{name}" for name, _ in model.named_modules()]
-    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in names)]
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in layers)]
     if absent:
         raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
     config = peft.LoraConfig(
@@ -113,12 +89,11 @@ def add_adapters(
         warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
         try:
-            require_quick([lora.exclude_modules], model)
             adapted = peft.get_peft_model(model, config, revision=revision)
         except (ValueError, TypeError, re.error) as error:
             raise UserError(f"task.lora.target_modules, exclude_modules: {cause(error)[:200]}") from error
-    layers = adapted.get_base_model().named_modules()
-    adapters = {name: layer for name, layer in layers if hasattr(layer, "reset_lora_parameters")}
+    named = adapted.get_base_model().named_modules()
+    adapters = {name: layer for name, layer in named if hasattr(layer, "reset_lora_parameters")}
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
     if (lora.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters.keys())):
         says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
@@ -154,24 +129,10 @@ def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
     return getattr(config, "quantization_config", None) or {}
 
 
-MAX_PARTS = {r"layers?|blocks?|experts|depth": 30_000, "labels": 3_000_000}
-"""By words that end the name of a config's field, how many a model may have: a billion would take hours, and fill the
-memory. Doge has 16,384 experts by default."""
-
-
-def require_buildable(fields: dict[str, Any]) -> None:
-    """Raise a ValueError if these fields of a config ask for more than MAX_PARTS."""
-    for name, value in flatten(fields):
-        for words, most in MAX_PARTS.items():
-            if isinstance(value, int | float) and value > most and re.search(rf"(^|[._])({words})$", name):
-                raise ValueError(f"{name} is {value:,}, but no model has more than {most:,}")
-
-
 def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTrainedConfig:
     """Return a model's config, changed so that `from_pretrained` dequantizes weights. Attention is chosen elsewhere:
     add to `remarks` that the config asks for one. Raise a ValueError if the weights are quantized in a way that can't
     be read here."""
-    require_buildable(PreTrainedConfig.get_config_dict(source, revision=revision)[0])
     config: Any = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     if asked := config._attn_implementation:
         remarks.append(f"{source}: its config.json asks for {asked} attention, which is ignored")
@@ -277,7 +238,6 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # as in add_adapters
-                require_quick(map(vars(adapted).get, ("target_modules", "exclude_modules")), model)
                 model = peft.PeftModel.from_pretrained(model, folder)
     return model
 
@@ -418,17 +378,6 @@ class FineTuning(TextTask):
     @abstractmethod
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         """Return the tokenizer of the trained model."""
-
-    def augmented(self, train: Any, seed: list[int]) -> Any:  # room: streaming
-        if isinstance(train, Stream):
-            run_seed, epoch, *_ = seed
-            return replace(train, seed=run_seed, epoch=epoch)
-        return super().augmented(train, seed)
-
-    def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:  # room: streaming
-        if isinstance(train, Stream):
-            return range(len(train))  # each window is shuffled already
-        return super().order(train, random, global_batch_size)
 
     def bind(self, state: TaskState) -> Self:
         # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
@@ -610,16 +559,13 @@ class FineTuning(TextTask):
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
         says = f"task.{setting}={source}: has no tokenizer that can be read"
         hint = "a language model may have another one's (task.tokenizer)"
-        with loading(setting, source):
-            require_buildable(PreTrainedConfig.get_config_dict(str(source), revision=revision)[0])
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-            except ValueError as error:
-                raise UserError(f"{says}: {hint}") from error
+        tokenizer: Any = None
+        with loading(setting, source), suppress(ValueError):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         # what transformers makes if there are no files at all has special tokens alone; T5's has a token for spaces
-        if not tokenizer.is_fast or len(tokenizer) <= len(tokenizer.all_special_tokens) + 1:
+        if not (tokenizer and tokenizer.is_fast and len(tokenizer) > len(tokenizer.all_special_tokens) + 1):
             raise UserError(f"{says}: {hint}")
-        return tokenizer  # type: ignore[return-value]  # is_fast says so
+        return tokenizer
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
         prefix = f"{self.core_name}." if self.core_name else ""
@@ -672,8 +618,7 @@ class FineTuning(TextTask):
         card: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": self.pipeline_tag}
         if self.model and not Path(self.model).exists():
             card["base_model"] = self.model
-        names = [part.dataset for part in self.parts]
-        if on_the_hub := [name for name in names if "://" not in name and not Path(name).exists()]:
+        if on_the_hub := [name for name in self.dataset_names if "://" not in name and not Path(name).exists()]:
             card["datasets"] = on_the_hub
         if not (self.lora.r and self.exports_adapters):
             return {"": card}
@@ -729,5 +674,4 @@ def new_config(
     for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.setdefault(token, getattr(tokenizer, token))
     with as_user_error(f"task.architecture: {kind} rejects it: "):
-        require_buildable(fields)
         return AutoConfig.for_model(kind, **fields)

@@ -46,16 +46,15 @@ class Sequences:
 
     def describe(self, sequence_length: int) -> dict[str, float]:
         """Return counts, and the fraction of `padding` if each sequence is padded to `sequence_length`."""
-        columns = self.chunks.select_columns(["length", "targets", "truncated", "had_ends"])[:]
-        sums = {name: int(values.sum()) for name, values in columns.items()}
+        columns = self.chunks.select_columns(["length", "targets", "truncated"])[:]
+        tokens, targets, truncated = (int(values.sum()) for values in columns.values())
         return {
             "sequences": len(self),
-            "tokens": sums["length"],
-            "targets": sums["targets"],
-            "padding": 1 - sums["length"] / (len(self) * sequence_length),
-            "truncated": sums["truncated"],
+            "tokens": tokens,
+            "targets": targets,
+            "padding": 1 - tokens / (len(self) * sequence_length),
+            "truncated": truncated,
             "without_targets": int((columns["targets"] == 0).sum()),
-            **({"had_bos_or_eos": sums["had_ends"]} if sums["had_ends"] else {}),
         }
 
 
@@ -71,8 +70,6 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
         start = 0
         for chunk in sample:
             end = start + len(chunk["input_ids"])
-            if end == start:
-                continue  # it stands for a skipped row
             input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
             position_ids[row, start:] = places[: width - start]
             ends.append(row * width + end)
@@ -81,12 +78,6 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
     index = np.flatnonzero(labels != -100)
     arrays = {"input_ids": input_ids, "position_ids": position_ids, "index": index, "targets": labels.flat[index]}
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, ends
-
-
-def ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the numbers of ranges, one range after the other, given the first of each and how many it has; int64."""
-    ends = np.cumsum(sizes)
-    return np.arange(sizes.sum()) + np.repeat(firsts - ends + sizes, sizes)
 
 
 def unpacked(chunks: Dataset) -> Sequences:

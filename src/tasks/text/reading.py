@@ -1,6 +1,6 @@
 """Reading of a text task's rows: a dataset on the Hub or local files, split into training and evaluation data.
 
-Rows are read as they are written, in groups, from files or tables, for loaded, streamed and mixed data alike.
+Rows are read as they are written, in groups, from files or tables.
 """
 
 import hashlib
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
-from os.path import realpath
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -35,6 +34,7 @@ from src.tasks.text.files import (
     Group,
     Parsed,
     Shard,
+    Splits,
     by_split,
     declared_features,
     find_files,
@@ -44,7 +44,7 @@ from src.tasks.text.files import (
     splits_of,
 )
 from src.tasks.text.listing import KINDS, lasting, list_files
-from src.tasks.text.settings import MixtureSource, TextSettings
+from src.tasks.text.settings import TextSettings
 
 Rows = dict[str, list[Any]]
 """Values of rows, by column."""
@@ -57,11 +57,6 @@ Encoders = Mapping[str, Encoder]
 ROW = "the row as text"
 """Name of a last column that no file has. Its encoder gets the values of the others, encoded, by column, and what it
 returns is all that is kept of them."""
-
-
-def as_is(value: Any) -> Any:
-    """Return an already encoded value as it is."""
-    return value
 
 
 def as_text(value: Any) -> str:
@@ -139,9 +134,6 @@ BLOCK = 1024
 """Rows that are read from a table, or tokenized and stored, together."""
 LARGEST_RANGE = 16 * BLOCK
 """Rows of a group that are read at once: a row group of parquet may have a million."""
-BATCH, LARGEST_GROWTH = 256, 1000
-"""Rows of a row group that are decoded at once, and how many times the size of its file it may have then: text that is
-worth training on is compressed to a twentieth, but 1 MB may become 10 GB."""
 
 
 class ShardReader:
@@ -262,14 +254,8 @@ def read_text(source: Source, part: RowRange, columns: Encoders) -> Found:
 @lru_cache(maxsize=2)  # a large row group is tokenized block by block
 def _row_group(shard: Shard, number: int, columns: tuple[str, ...]) -> pa.Table:
     _require_unchanged(shard)
-    batches, size = [], 0
     with fsspec.open(shard.url, "rb") as file:
-        for batch in parquet.ParquetFile(file, pre_buffer=True).iter_batches(BATCH, [number], [*columns]):
-            size += batch.nbytes
-            if size > 2**28 + LARGEST_GROWTH * file.size:
-                raise ValueError(f"a row group becomes more than {LARGEST_GROWTH:,} times as large as the file")
-            batches.append(batch)
-    return pa.Table.from_batches(batches)
+        return parquet.ParquetFile(file, pre_buffer=True).read_row_group(number, [*columns])
 
 
 @lru_cache(maxsize=2)  # a .json file is one group
@@ -305,56 +291,46 @@ class TextTask(TextSettings, Task):
 
     _skipped_rows: dict[str, int] = PrivateAttr(default_factory=dict)
 
-    def open_rows(self) -> list[Opened]:
-        """Return a reader for the rows of each of `parts`. Raise a UserError that says in one line what cannot be
-        loaded and what to do."""
+    def open_rows(self, dataset: str | None = None, config: str | None = None) -> Opened:
+        """Return a reader for the rows of a dataset: by default, the one that the settings name. Raise a UserError that
+        says in one line what cannot be loaded and what to do."""
+        if dataset is None:
+            dataset, config = self.dataset, self.dataset_config
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and reported in one line
         datasets.disable_progress_bars()  # finished bars would stay on the screen
         self._skipped_rows = {"train": 0, "eval": 0}
-        return [self._open_part(part) for part in self.parts]
-
-    def _open_part(self, part: MixtureSource) -> Opened:
-        with loading("dataset", part.dataset):
-            splits = self._find_splits(part)
+        with loading("dataset", dataset):
+            splits = self._find_splits(dataset, config)
         others = (name for name in EVALUATION if name in splits and name != self.train_split)
         used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
         for setting, split in used.items():
             if split and split not in splits:
-                raise UserError(f"task.{setting}={split}: {part.dataset} has {listed(splits)}")
-        opened = [self._open(splits[split], part.dataset) if split else None for split in used.values()]
-        return Opened(part.dataset, *opened)
+                raise UserError(f"task.{setting}={split}: {dataset} has {listed(splits)}")
+        opened = [self._open(splits[split], dataset) if split else None for split in used.values()]
+        return Opened(dataset, *opened)
 
-    def _find_splits(self, part: MixtureSource) -> dict[str, Any]:
+    def _find_splits(self, dataset: str, config: str | None) -> dict[str, Any]:
         """Return the files of each split, each with its version; or a table, if `datasets` has to read them."""
-        if "://" in part.dataset or Path(part.dataset).exists():
-            versions = find_files(part.dataset)
-            home = f"{realpath(part.dataset)}/"
-            if links := [f"{name} -> {to}" for name in versions if not f"{(to := realpath(name))}/".startswith(home)]:
-                self.state.remarks.append(f"{part.dataset} has links that lead out of it: {listed(links)}")
-            if part.dataset.lower().endswith(KINDS):
-                return {"train": versions}
-            # a folder from `hf download` has a dataset card, which may declare several configurations
-            card = Path(part.dataset, "README.md")
-            if card.is_file() and "configs" in (metadata_load(card) or {}):
-                files = splits_of(part.dataset, part.dataset_config)
-            else:
-                files = by_split(versions)
-        else:
-            files = splits_of(part.dataset, part.dataset_config)
-            # on the Hub, a .txt has one document per line, and compressed files would have to be unpacked
-            others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
-            if self.streaming:  # room: streaming
-                raise_if_any(f"{name}: cannot be streamed; only {', '.join(KINDS[1:])} files can" for name in others)
-            if others or not files:
-                tables: Any = load_dataset(part.dataset, part.dataset_config)
-                return tables
-            fetch: Any = DownloadManager().download
-            if self.streaming:  # room: streaming
-                fetch = dict
-            files = fetch(files)
-            folders = {name.rpartition("/")[0] for names in files.values() for name in names}
-            versions = {name: version for folder in folders for name, version in find_files(folder).items()}
+        if "://" not in dataset and not Path(dataset).exists():
+            return self.find_on_hub(dataset, config)
+        versions = find_files(dataset)
+        if dataset.lower().endswith(KINDS):
+            return {"train": versions}
+        # a folder from `hf download` has a dataset card, which may declare several configurations
+        card = Path(dataset, "README.md")
+        declares = card.is_file() and "configs" in (metadata_load(card) or {})
+        files = splits_of(dataset, config) if declares else by_split(versions)
         return {split: {name: versions[name] for name in names} for split, names in files.items()}
+
+    def find_on_hub(self, dataset: str, config: str | None) -> dict[str, Any]:
+        """Return what `_find_splits` does, of a dataset on the Hub: its files are downloaded."""
+        files = splits_of(dataset, config)
+        # on the Hub, a .txt has one document per line, and compressed files would have to be unpacked
+        names = [name.lower() for names in files.values() for name in names]
+        if not names or not all(name.endswith(KINDS[1:]) for name in names):
+            tables: Any = load_dataset(dataset, config)
+            return tables
+        return with_versions(DownloadManager().download(files))
 
     def _open(self, found: Any, dataset: str) -> Source:
         """Return a reader for a table, or for the files that have rows. Raise a UserError if none has."""
@@ -367,42 +343,27 @@ class TextTask(TextSettings, Task):
             say(*(f"{shard.url}: {shard.note}" for shard in shards if shard.note), file=sys.stderr)
         return ShardReader(shards)
 
-    def usable_parts(self, opened: list[Opened], columns: Encoders) -> tuple[list[Any], list[Dataset]]:
-        """Return the usable rows of each part, to train on and to evaluate on: tables with these columns, all text. A
-        part without an evaluation split is split in two. Streamed rows stay a Source. Raise a UserError if unusable
-        rows may not be skipped, or too few rows are left."""
-        trained, evaluated = [], []
-        for part in opened:
-            if self.streaming:  # room: streaming
-                require_columns(columns, part.train, part.dataset)
-                kept = None
-                if not part.evaluation:
-                    sizes = part.train.sizes
-                    kept = hold_out(sizes, self._num_held_out(int(sizes.sum()), part.dataset))
-                evaluated.append(self._usable_rows(part, part.evaluation or part.train, columns, "eval", kept))
-                trained.append(part.train)
-                continue
-            rows = self._usable_rows(part, part.train, columns, "train")
-            if part.evaluation:
-                evaluation = self._usable_rows(part, part.evaluation, columns, "eval")
-            else:
-                rows, evaluation = self.split(rows, part.dataset)
-            trained.append(rows)
-            evaluated.append(evaluation)
-        return trained, evaluated
+    def usable_parts(self, opened: Opened, columns: Encoders) -> tuple[Dataset, Dataset]:
+        """Return the usable rows to train on and to evaluate on: tables with these columns, all text. A dataset without
+        an evaluation split is split in two. Raise a UserError if unusable rows may not be skipped, or too few rows are
+        left."""
+        rows = self.usable_rows(opened.dataset, opened.train, columns, "train")
+        if opened.evaluation:
+            return rows, self.usable_rows(opened.dataset, opened.evaluation, columns, "eval")
+        return self.split(rows, opened.dataset)
 
-    def _usable_rows(
+    def usable_rows(
         self,
-        of: Opened,
+        dataset: str,
         source: Source,
         columns: Encoders,
         part: Literal["train", "eval"],
         ranges: list[RowRange] | None = None,
     ) -> Dataset:
-        """Return the usable rows of a source, or of some parts of it, as a table."""
+        """Return the usable rows of a source, or of some ranges of it, as a table."""
         ranges = ranges or row_ranges(source)
         where = PART_NAMES[part]
-        require_columns(columns, source, of.dataset, where)
+        require_columns(columns, source, dataset, where)
         table = _read(source, ranges, columns, f"reading {where}")
         reasons = table.data.column(REASON)
         bad = np.flatnonzero(reasons.is_valid().to_numpy())
@@ -414,7 +375,7 @@ class TextTask(TextSettings, Task):
             name = source.name(*next(islice(places, bad[0], None)))
             count = f"{len(bad):,} of {len(table):,} rows in {where} cannot be used"
             raise UserError(f"{name}: {reasons[bad[0]]}; {count}: fix them, {SKIP}")
-        self._skipped_rows[part] += len(bad)  # summed over all parts
+        self._skipped_rows[part] += len(bad)
         return table.select(np.setdiff1d(np.arange(len(table)), bad))
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
@@ -422,11 +383,11 @@ class TextTask(TextSettings, Task):
         rows."""
         if self.eval_from == "all":
             return rows, rows
-        size = self._num_held_out(len(rows), dataset)
+        size = self.num_held_out(len(rows), dataset)
         parts = rows.train_test_split(size, shuffle=self.eval_from == "random", seed=0)
         return parts["train"], parts["test"]
 
-    def _num_held_out(self, num_rows: int, dataset: str) -> int:
+    def num_held_out(self, num_rows: int, dataset: str) -> int:
         """Return how many rows are held out for evaluation. Raise a UserError if there are too few."""
         size = round(num_rows * self.eval_fraction)
         if not 0 < size < num_rows:
@@ -435,17 +396,11 @@ class TextTask(TextSettings, Task):
         return size
 
 
-HELD_OUT = 1000  # room: streaming
-"""Maximum number of rows held out from the end of streamed data for evaluation, if it has no split for that."""
-
-
-def hold_out(sizes: np.ndarray, wanted: int) -> list[RowRange]:  # room: streaming
-    """Take up to `wanted` rows off the end of the last group of these sizes, in place. Return their range: the group,
-    its first row, and the row after its last."""
-    size = min(HELD_OUT, wanted, int(sizes[-1]))
-    sizes[-1] -= size
-    first = int(sizes[-1])
-    return [(len(sizes) - 1, first, first + size)]
+def with_versions(files: Splits) -> dict[str, dict[str, str]]:
+    """Return the files of each split, each with its version."""
+    folders = {name.rpartition("/")[0] for names in files.values() for name in names}
+    versions = {name: version for folder in folders for name, version in find_files(folder).items()}
+    return {split: {name: versions[name] for name in names} for split, names in files.items()}
 
 
 def require_columns(columns: Encoders, source: Source, dataset: str, where: str = "") -> None:

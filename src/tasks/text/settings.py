@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from src.config.groups import Fraction
 from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings, Values, read_yaml
@@ -15,15 +15,6 @@ from src.tasks.text.listing import KINDS, path_error
 
 DEFAULTS: dict[str, Values] = read_yaml(Path(__file__).with_name("defaults.yaml").read_bytes())
 """Defaults of a run, by what of its model is trained."""
-
-
-class MixtureSource(Settings):
-    """Names one dataset of a mixture, and how much of it to take."""
-
-    dataset: str = ""
-    dataset_config: str | None = None
-    weight: NonNegativeFloat = 1.0
-    max_epochs: PositiveInt = 1
 
 
 class Lora(Settings):
@@ -71,17 +62,6 @@ class TextSettings(TaskSettings):
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do with rows that cannot be read, whose text or label is missing or of the wrong type, or whose chat the
     template cannot write. refuse: name the first and stop; skip: leave them out and count them."""
-    streaming: bool = False  # room: streaming
-    """Read files during training instead of loading them first. Evaluation data are loaded first."""
-    sources: list[MixtureSource] = []  # room: streaming
-    """Datasets to mix, instead of task.dataset: [{dataset: A, weight: 3}, {dataset: B, weight: 1, max_epochs: 2}]. Rows
-    are drawn in proportion to the weights. An epoch has each row max_epochs times, 1 by default: once a source is used
-    up, the others take over its share."""
-    shuffle_window: PositiveInt = 10_000  # room: streaming
-    """Streamed or mixed rows that are shuffled and packed together, on average: windows have about the same number of
-    bytes. Groups of rows are shuffled first."""
-    cache_gb: ResumeSafe[PositiveFloat] = 20.0  # room: streaming
-    """Gigabytes of disk space that tokenized rows may take, for the next epoch and other processes."""
     model: Downloadable[str | None] = None
     """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
     fp32; its code is never run."""
@@ -99,36 +79,21 @@ class TextSettings(TaskSettings):
         return DEFAULTS["adapters" if given.get("task.lora.r") else "fine_tuning"]
 
     @property
-    def parts(self) -> list[MixtureSource]:
-        """Return the datasets to read: those of the mixture, or the only one."""
-        if self.sources:  # room: streaming
-            return self.sources
-        return [MixtureSource(dataset=self.dataset, dataset_config=self.dataset_config)]
-
-    @property
-    def is_streamed(self) -> bool:  # room: streaming
-        """Return whether rows are tokenized during training, as those of a mixture are too."""
-        return self.streaming or bool(self.sources)
+    def dataset_names(self) -> list[str]:
+        """Return the names of all datasets that are read."""
+        return [self.dataset]
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
-        if self.is_streamed:  # room: streaming
-            if self.streaming and self.eval_from == "all":
-                yield "task.eval_from=all: streaming holds out the last rows; unset one of the two"
-            if self.sources and self.dataset:
-                yield "task.dataset and task.sources: set one, a single dataset or a mixture"
-            for source in self.sources:
-                if not source.weight:
-                    yield f"task.sources: {source.dataset} has a weight of 0: remove it, or give it a weight"
-        for part in self.parts:
-            path = Path(part.dataset)
-            is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", part.dataset)
-            if not part.dataset:
+        for dataset in self.dataset_names:
+            path = Path(dataset)
+            is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset)
+            if not dataset:
                 yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
             elif path.exists():
                 if error := path_error(path):
                     yield f"task.dataset={path}: {error}"
-            elif not is_hub_name and "://" not in part.dataset:
+            elif not is_hub_name and "://" not in dataset:
                 yield f"task.dataset={path}: no such file or folder"
         if self.eval_split == self.train_split and self.eval_from != "all":
             says = "is the training split; leave it unset to hold out a part of that for evaluation"
@@ -215,7 +180,5 @@ class TextClassificationSettings(TextSettings):
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
-        if self.is_streamed:  # room: streaming
-            yield "task.streaming, task.sources: only task.name=causal_lm can stream or mix data"
         if not self.model:
             yield "task.model is not set: name a model on the Hub or a local folder"

@@ -45,7 +45,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
         columns: Encoders = {**dict.fromkeys(texts, as_text), self.label_column: as_label}
-        (train,), (evaluation,) = self.usable_parts(self.open_rows(), columns)
+        train, evaluation = self.usable_parts(self.open_rows(), columns)
         self._learn_labels(train, evaluation)
         labelled = self._labelled(evaluation, "evaluation data")
         by_length = np.argsort(labelled["length"][:], kind="stable")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -69,12 +69,10 @@ the memory of the text."""
 OVERLAP = 256
 """Characters that a slice repeats of the one before."""
 INTS, INT = List(Value("int32")), Value("int32")
-BOOL = Value("bool")
 CHUNK_FEATURES = Features(
-    {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": BOOL, "had_ends": BOOL}
+    {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": Value("bool")}
 )
-"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss; `had_ends` tells, for a row's
-first chunk, whether the text itself began or ended with the special token for that."""
+"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss."""
 
 Columns = dict[str, str]
 """Names of columns by role: text; or prompt and completion; or messages, with or without tools."""
@@ -108,8 +106,6 @@ class Chunker:
     train_on_prompts: bool
     num_known: int
     """Number of tokens that the model knows."""
-    filler: ClassVar[Chunk] = {"input_ids": [], "labels": [], "length": 0}  # room: streaming
-    """Placeholder for a row without a chunk."""
 
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table with the columns of CHUNK_FEATURES; later calls, even in another process, read it from the
@@ -139,7 +135,7 @@ class Chunker:
             ids = np.concatenate([before, ids, after], dtype=np.int32, casting="unsafe")
             require_known(ids, self.tokenizer, self.num_known)
             within = np.pad(within, (len(before), len(after)), constant_values=(spans is None, True))
-            chunks += self._cut(ids, within, {"had_ends": before + after != prefix + suffix, "row": number})
+            chunks += self._cut(ids, within, number)
         return pa.Table.from_pylist(chunks, CHUNK_FEATURES.arrow_schema.append(pa.field("row", pa.int64())))
 
     def encode_row(self, row: dict[str, str]) -> str:
@@ -162,20 +158,20 @@ class Chunker:
         text = values["prompt"] + values["completion"]
         return text, None if self.train_on_prompts else [(len(values["prompt"]), len(text))]
 
-    def _cut(self, ids: np.ndarray, within: np.ndarray, facts: Chunk) -> Iterator[Chunk]:
-        """Yield the chunks of a row, with these facts: all of them for raw text, else the first one. `ids` are its
+    def _cut(self, ids: np.ndarray, within: np.ndarray, row: int) -> Iterator[Chunk]:
+        """Yield the chunks of a row with this number: all of them for raw text, else the first one. `ids` are its
         tokens, int32; those `within` contribute to the loss, bool."""
         length, splits = self.sequence_length, "text" in self.columns
         labels = np.where(within, ids, np.int32(-100))[1:]  # the last token is predicted, and predicts nothing
         for first in range(0, len(labels) if splits else min(len(labels), 1), length):
             own = labels[first : first + length]
-            yield facts | {
+            yield {
+                "row": row,
                 "input_ids": ids[first : first + len(own)],
                 "labels": own,
                 "length": len(own),
                 "targets": np.count_nonzero(own != -100),
                 "truncated": not splits and len(own) < len(labels),
-                "had_ends": facts["had_ends"] and not first,
             }
 
 

@@ -12,10 +12,15 @@ from filelock import FileLock
 from pyarrow import feather
 
 from src.config.errors import RunError, UserError, naming
-from src.tasks.text.packing import ranges
-from src.tasks.text.reading import BLOCK, SKIP, Encoders, Source, read_text
+from src.tasks.streaming.order import ranges
+from src.tasks.text.packing import Chunk
+from src.tasks.text.reading import BLOCK, CODE, SKIP, Encoders, Source, read_text
 from src.tasks.text.tokenizing import Chunker
 
+FILLER: Chunk = {"input_ids": [], "labels": [], "length": 0}
+"""Stands for a row that cannot be used."""
+BLOCK_CODE = [*CODE, Path(__file__).read_bytes()]
+"""The source code that makes blocks: when it changes, they are made again."""
 ROOM = 0.9
 """Fraction of the limit that stays in use when blocks make room for others."""
 LOCKS = 256
@@ -67,12 +72,7 @@ class Blocks:
             own = block.slice(index[0], len(index)) if is_slice else block.take(index)
             found.append(own.set_column(own.column_names.index("row"), "row", [np.repeat(places, stops - starts)]))
         # a block without a usable row has no types
-        table = pa.concat_tables(found, promote_options="permissive")
-        # more than 2**31 tokens need offsets of 64 bits
-        lists = [(i, part) for i, part in enumerate(table.schema) if pa.types.is_list(part.type)]
-        for i, part in lists:
-            table = table.set_column(i, part.name, table[i].cast(pa.large_list(part.type.value_type)))
-        return table
+        return pa.concat_tables(found, promote_options="permissive")
 
     def _open(self, source: Source, group: int, number: int) -> pa.Table:
         """Return the chunks of a block, with the `row` of it that each is of."""
@@ -123,9 +123,9 @@ class Blocks:
         if good:
             made = self.chunker.chunks({name: [values[place] for place in good] for name, values in rows.items()})
             places = np.array(good)[made["row"].to_numpy()]
-            parts.append(made.select([*self.chunker.filler]).append_column("row", [places]))
+            parts.append(made.select([*FILLER]).append_column("row", [places]))
             lacking = np.setdiff1d(lacking, places)
         if not len(lacking):
             return parts[0]  # already in order, and sorting would copy all tokens
-        parts.append(pa.Table.from_pylist([{**self.chunker.filler, "row": place} for place in lacking.tolist()]))
+        parts.append(pa.Table.from_pylist([{**FILLER, "row": place} for place in lacking.tolist()]))
         return pa.concat_tables(parts, promote_options="permissive").sort_by("row")

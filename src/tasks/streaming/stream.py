@@ -1,6 +1,5 @@
 """A training set that keeps only a window in memory: rows are tokenized and packed when it is their turn."""
 
-import hashlib
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -8,19 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from threading import Thread
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset
 from datasets.fingerprint import Hasher
 
 from src.config.errors import UserError
+from src.tasks.streaming.blocks import Blocks
+from src.tasks.streaming.order import Order
 from src.tasks.text.packing import Chunk, ChunkLists, best_fit
-from src.tasks.text.reading import BLOCK, CODE, Encoders, Source, TableReader, TextTask, cache_folder
-from src.tasks.text.streaming.blocks import Blocks
-from src.tasks.text.streaming.order import Order
-from src.tasks.text.tokenizing import Chunker
+from src.tasks.text.reading import BLOCK, Source
 
 SAMPLES = (8, 16, 32, 64)
 """Blocks of each source that are sampled, evenly spaced, to estimate its tokens per byte: more, until two standard
@@ -41,7 +37,7 @@ def as_chunks(table: pa.Table) -> list[Chunk]:
     columns = []
     for name in names:
         column = table[name].combine_chunks()
-        if pa.types.is_large_list(column.type):
+        if pa.types.is_list(column.type):
             array = column.values.to_numpy()
             columns.append([array[i:j] for i, j in pairwise(column.offsets.tolist())])
         else:
@@ -96,11 +92,9 @@ class Stream:
 
     def fingerprint(self) -> str:
         """Return a checksum that changes with the rows, their order, or the sequences that they make."""
-        of = self.blocks
-        made = Hasher.hash([[*of.columns], of.chunker, of.skips_bad_rows])
-        parts = [*(source.fingerprint for source in self.sources), made, self.capacity, self.span]
-        arrays = [*self.order.groups, *self.order.masses, self.order.shares, self.counts]
-        return hashlib.sha256(str(parts).encode() + b"".join(array.tobytes() for array in arrays)).hexdigest()
+        of, order = self.blocks, self.order
+        rows = [source.fingerprint for source in self.sources], order.groups, order.masses, order.shares
+        return Hasher.hash([rows, [*of.columns], of.chunker, of.skips_bad_rows, self.capacity, self.counts, self.span])
 
     def _window(self, number: int) -> ChunkLists:
         """Return a window, and start reading the next one."""
@@ -150,24 +144,6 @@ class Stream:
         if number not in self._left:
             self.read_window(number)
         return self._left[number]
-
-
-def build_stream(task: TextTask, rows: list[Any], columns: Encoders, chunker: Chunker, capacity: int | None) -> Stream:
-    """Return a task's training set: sequences of `capacity` tokens, if possible, or of one chunk each if that is None.
-    `rows` are the tables or Sources of the task's parts; the other arguments are those of Blocks."""
-    parts, skips = task.parts, task.bad_rows == "skip"
-    sources = [
-        TableReader(read, part.dataset) if isinstance(read, Dataset) else read
-        for read, part in zip(rows, parts, strict=True)
-    ]
-    key = Hasher.hash([columns, chunker, skips, CODE])
-    blocks = Blocks(columns, chunker, skips, key, cache_folder() / "blocks", int(task.cache_gb * 1e9))
-    weights, passes = [part.weight for part in parts], [part.max_epochs for part in parts]
-    groups = [source.sizes for source in sources]
-    # if each row is a sequence, windows are measured in rows
-    masses = [masses_of(source) for source in sources] if capacity else groups
-    order = Order(groups, masses, weights, passes, task.shuffle_window)
-    return Stream(order, sources, blocks, capacity, *count_sequences(order, sources, blocks, capacity))
 
 
 def masses_of(source: Source) -> np.ndarray:

@@ -11,8 +11,13 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from src.tasks.text.packing import ranges
 from src.tasks.text.reading import BLOCK
+
+
+def ranges(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the numbers of ranges, one range after the other, given the first of each and how many it has; int64."""
+    ends = np.cumsum(sizes)
+    return np.arange(sizes.sum()) + np.repeat(firsts - ends + sizes, sizes)
 
 
 def evenly(places: np.ndarray, sizes: np.ndarray, random: np.random.Generator) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Language modelling on text that is read while training, from one dataset or several."""

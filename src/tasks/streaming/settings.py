@@ -1,0 +1,53 @@
+"""The settings of streamed and mixed language modelling. Checking them takes neither torch nor transformers."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from src.config.settings import ResumeSafe, Settings
+from src.tasks.text.settings import CausalLMSettings
+
+
+class MixtureSource(Settings):
+    """Names one dataset of a mixture, and how much of it to take."""
+
+    dataset: str = ""
+    dataset_config: str | None = None
+    weight: NonNegativeFloat = 1.0
+    max_epochs: PositiveInt = 1
+
+
+class StreamedLMSettings(CausalLMSettings):
+    """Settings of next-token prediction on rows that are tokenized during training."""
+
+    name: Literal["streamed_lm"] = "streamed_lm"  # type: ignore[assignment]
+    """The task to train."""
+    streaming: bool = True
+    """Read files during training; false: load them first. Evaluation data are loaded first in any case."""
+    sources: list[MixtureSource] = []
+    """Datasets to mix, instead of task.dataset: [{dataset: A, weight: 3}, {dataset: B, weight: 1, max_epochs: 2}]. Rows
+    are drawn in proportion to the weights. An epoch has each row max_epochs times, 1 by default: once a source is used
+    up, the others take over its share."""
+    shuffle_window: PositiveInt = 10_000
+    """Rows that are shuffled and packed together, on average: windows have about the same number of bytes. Groups of
+    rows are shuffled first."""
+    cache_gb: ResumeSafe[PositiveFloat] = 20.0
+    """Gigabytes of disk space that tokenized rows may take, for the next epoch and other processes."""
+
+    @property
+    def parts(self) -> list[MixtureSource]:
+        """Return the sources of the mixture; if there is none, the dataset as the only one."""
+        return self.sources or [MixtureSource(dataset=self.dataset, dataset_config=self.dataset_config)]
+
+    @property
+    def dataset_names(self) -> list[str]:
+        return [part.dataset for part in self.parts]
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if self.sources and self.dataset:
+            yield "task.dataset and task.sources: set one, a single dataset or a mixture"
+        for source in self.sources:
+            if not source.weight:
+                yield f"task.sources: {source.dataset} has a weight of 0: remove it, or give it a weight"
