@@ -12,7 +12,7 @@ import sys
 from src.start import begin, run_settings
 
 if __name__ == "__main__":  # the imports below take seconds: answer signals, --help and mistakes first
-    begin(sys.argv[1:])
+    settings = begin(sys.argv[1:])
 
 import torch
 from accelerate.utils import broadcast
@@ -203,8 +203,8 @@ def build(config: Config) -> Run | None:
 
 @record  # shows the first failure's traceback in the launcher's table
 @exit_codes()
-def main() -> None:
-    config = run_settings(sys.argv[1:])
+def main(settings: Config | None = None) -> None:
+    config = run_settings(sys.argv[1:], settings)
     collect_only_new_objects()  # nothing was collected since the imports began
     join_machines(config)
     run = build(config)
@@ -227,4 +227,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(settings)

@@ -16,9 +16,9 @@ import pytest
 import torch
 import yaml
 
-from src.config.requirements import missing_requirements
 from src.distributed.accelerator import choose_precision
 from src.distributed.launcher import unusable_gpu
+from src.requirements import missing_requirements
 from tests.launching import BIN, PROJECT, QUIET, Launch, Run, needs, run_command, slow
 
 FSDP = yaml.safe_load((PROJECT / "accelerate_configs/fsdp.yaml").read_text())
@@ -428,7 +428,7 @@ def test_what_is_missing_is_in_the_environment_of_the_project_if_there_is_one(tm
     """Which is then named, so that nobody installs all of it again, by an older Python too. Tried without the look: a
     `pip install`."""
     (tmp_path / "src/config").mkdir(parents=True)
-    for file in ("src/__init__.py", "src/config/requirements.py", "requirements.txt"):
+    for file in ("src/__init__.py", "src/requirements.py", "requirements.txt"):
         shutil.copy(PROJECT / file, tmp_path / file)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").touch()
@@ -456,7 +456,7 @@ def test_so_is_a_transformers_that_is_not_asked_for(monkeypatch: pytest.MonkeyPa
 
 def test_an_older_python_can_read_the_line_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its grammar. train.py imports src/__init__.py first, and that one this."""
-    for file in ("train.py", "src/__init__.py", "src/config/requirements.py"):
+    for file in ("train.py", "src/__init__.py", "src/requirements.py"):
         ast.parse((PROJECT / file).read_text(), feature_version=(3, 8))
     monkeypatch.setattr(sys, "version_info", (3, 10, 4))
     (line,) = missing_requirements()

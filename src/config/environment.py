@@ -66,10 +66,7 @@ def command_with(arguments: list[str], launch: Collection[str] = ()) -> str:
 
 
 def leftovers() -> Iterator[str]:
-    """Yield an error line for each variable that describes other processes although no launcher has started any, and
-    for a sweep's trial without an agent."""
-    if os.environ.get("WANDB_SWEEP_ID") and not re.fullmatch(r"[\w.-]+", os.environ.get("WANDB_RUN_ID", "")):
-        yield "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it"
+    """Yield an error line for each variable that describes other processes although no launcher has started any."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torch's launcher, as is all that Accelerate reads first
         return
     # pods started without a launcher may get WORLD_SIZE, RANK and the address to meet at from their operator

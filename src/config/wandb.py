@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from src.config.settings import Settings
+from src.config.settings import ResumeSafe, Settings
+from src.config.trackers import Tracker, TrackerSettings
 
 Keep = Literal["no", "reference", "copy"]
 RULES = {
@@ -62,3 +63,23 @@ class Wandb(Settings):
                 if not re.fullmatch(pattern, value):  # which is not shown, as it may be a secret
                     yield f"{name} is set in the environment, but must be {words}"
         os.environ.setdefault("WANDB_SAVE_CODE", "true")
+
+
+class WandbSettings(TrackerSettings):
+    """Logging to Weights & Biases, and its sweeps."""
+
+    trackers: ResumeSafe[list[Tracker]] = ["wandb"]
+    """Where to log besides metrics.jsonl: wandb, trackio, tensorboard."""
+    wandb: ResumeSafe[Wandb] = Wandb()
+
+    @property
+    def folder_name(self) -> str:
+        """Return run_name; in a sweep with the trial's id, as `wandb agent` repeats one command."""
+        return self.run_name + (f"-{os.environ.get('WANDB_RUN_ID')}" if "WANDB_SWEEP_ID" in os.environ else "")
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if "WANDB_SWEEP_ID" in os.environ and not re.fullmatch(r"[\w.-]+", os.environ.get("WANDB_RUN_ID", "")):
+            yield "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it"
+        if "wandb" in self.trackers:
+            yield from self.wandb.environment_errors()

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.data import default_collate
 
 from src.config.errors import as_user_error
-from src.tasks.settings import TaskSettings
+from src.config.groups import TaskSettings
 
 
 class Examples(Protocol):

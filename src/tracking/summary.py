@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from src.config.config import Config
 from src.config.environment import processes
 from src.config.groups import Optim
+from src.config.settings import flatten
 from src.config.terminal import say
 from src.training.batches import epoch_order, epoch_seed
 from src.training.run import Run
@@ -27,7 +29,7 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
         "batch": f"{config.global_batch_size:,} = {config.forward_batch_size(run.data_size):,} per micro-batch x "
         f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size):,} accumulated",
         "optimized": ", ".join(run.metadata["optimizations"]),
-        "optimizer": _optimizer(config.optim),
+        "optimizer": _optimizer(config),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),
         **trackers,
@@ -44,9 +46,9 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
     )
 
 
-def _optimizer(optim: Optim) -> str:
+def _optimizer(config: Config) -> str:
     """Describe the optimizer, with * for each value that is the default."""
-    steps, limit = optim.warmup_steps, optim.max_grad_norm
+    optim, steps, limit = config.optim, config.optim.warmup_steps, config.optim.max_grad_norm
     words = {
         "name": optim.name,
         "lr": f"lr {optim.lr:g}",
@@ -55,8 +57,9 @@ def _optimizer(optim: Optim) -> str:
         "max_grad_norm": f"clipping at {limit:g}" if limit else "no clipping",
         "weight_decay": f"weight decay {optim.weight_decay:g}",
     }
-    defaults = {name: field.default for name, field in type(optim).model_fields.items()}
-    marked = (text + "*" * (getattr(optim, name) == defaults[name]) for name, text in words.items())
+    own = config.task.run_defaults(dict(flatten(config.model_dump())))
+    defaults = {f"optim.{name}": value for name, value in Optim()} | own
+    marked = (text + "*" * (getattr(optim, name) == defaults[f"optim.{name}"]) for name, text in words.items())
     return f"{', '.join(marked)}  (* the default)"
 
 

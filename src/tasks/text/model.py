@@ -45,8 +45,8 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.trainer_utils import align_special_tokens
 
 from src.config.errors import UserError, as_user_error, cause, listed, raise_if_any
-from src.config.requirements import missing_requirements
 from src.config.settings import flatten, nearest
+from src.requirements import missing_requirements
 from src.tasks.base import Cards, FillWeights, Indices, TaskState, Tensors, parameters_on
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading

@@ -1,0 +1,23 @@
+"""The setting of --check."""
+
+from collections.abc import Iterator
+
+from src.config.run import RunSettings
+from src.config.settings import ResumeSafe
+
+
+class CheckSettings(RunSettings):
+    """Whether to check the run."""
+
+    check: ResumeSafe[bool] = False
+    """Check that this run would be correct, instead of training; `--check` is enough: docs/check.md."""
+
+    @property
+    def mode(self) -> str:
+        """Return `check` if it is asked for."""
+        return "check" if self.check else super().mode
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if self.check and self.dry_run:
+            yield "--dry-run and --check cannot be combined"
