@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from src.checkpoint.output_dir import folder_errors
-from src.config.config import Config, config_from, load_config
+from src.config.config import Config, config_from, read_config
 from src.config.errors import as_user_error, raise_if_any
 from src.config.settings import DOWNLOADABLE, flatten, marked, nested
 from src.config.terminal import is_first, say
@@ -29,7 +29,7 @@ def begin(argv: list[str]) -> Config:
     end_with_launcher()
     SIGNALS.catch()
     with exit_codes():
-        settings = load_config(argv, TASKS, _place_errors)
+        settings = read_config(argv, TASKS, _place_errors)
     if os.environ.get("WORLD_SIZE", "1") > "1" and is_first():
         say(f"{os.environ['WORLD_SIZE']} processes are starting …")
     gc.disable()  # until main: looking for garbage would take 0.6 s of the 2.3 in which torch is imported
@@ -39,7 +39,7 @@ def begin(argv: list[str]) -> Config:
 def run_settings(argv: list[str], settings: Config | None = None) -> Config[Any]:
     """Return the settings that these arguments ask for, with a Task, and download what they name. `settings` have been
     read already. Raise a UserError that lists all mistakes."""
-    settings = settings or load_config(argv, TASKS, _place_errors)
+    settings = settings or read_config(argv, TASKS, _place_errors)
     values = dict(flatten(settings.model_dump()))
     is_downloaded = False
     for name in marked(type(settings), DOWNLOADABLE):

@@ -105,8 +105,8 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "--optim.name=adam: must be 'adamw', 'sgd', 'adadelta' or 'muon'",
             "a.yaml: optim.lr: fast: must be a valid number, unable to parse string as a number",
             "a.yaml: epoch: 3: unknown setting, did you mean epochs?",
-            "--optm.lr=1: unknown setting, did you mean optim.lr?",
             "--lr=1: unknown setting, did you mean optim.lr?",
+            "--optm.lr=1: unknown setting, did you mean optim.lr?",
         ]),
         ("--config=my.yaml|--stage=sft|--dry-run|perhaps", {".pre-commit-config": ""}, [
             "--config=my.yaml: no such file",

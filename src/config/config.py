@@ -48,8 +48,8 @@ T = TypeVar("T", bound=TaskSettings, default=TaskSettings, covariant=True)
 
 
 class Config(
-    CheckSettings,  # room: check
     MirrorSettings,  # room: machines
+    CheckSettings,  # room: check
     WandbSettings,  # room: wandb
     TrackerSettings,  # room: trackers
     RunSettings,
@@ -79,7 +79,7 @@ def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[A
     return changed
 
 
-def load_config(
+def read_config(
     argv: list[str], tasks: Mapping[str, str], place_errors: Callable[[Config], Iterable[str]] = lambda _: ()
 ) -> Config:
     """Read the settings; if `argv` contains --help, print them and exit with code 0.
@@ -112,6 +112,11 @@ def load_config(
     return config
 
 
+def load_config(argv: list[str], tasks: Mapping[str, str]) -> Config[Any]:
+    """Return what `read_config` does, with a Task."""
+    return config_from(read_config(argv, tasks).model_dump(), tasks)
+
+
 def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping[str, str]) -> tuple[Any, set[str]]:
     """Return what `validate` does, for the chosen task."""
     config_class, defaults, values = _choose_task(values, written, mistakes, tasks)
@@ -135,7 +140,7 @@ def _choose_task(
 
 @as_user_error("not the settings of a run: ", (KeyError, TypeError, ValidationError))
 def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config[Any]:
-    """Return the settings saved in a checkpoint or config.yaml, with a Task. `tasks` is as for `load_config`.
+    """Return the settings saved in a checkpoint or config.yaml, with a Task. `tasks` is as for `read_config`.
 
     Raises:
         UserError: these are not the settings of a run, or of another version.

@@ -22,6 +22,7 @@ from src.config.config import Config
 from src.config.environment import LaunchEnv, launcher_words
 from src.config.errors import UserError, as_user_error
 from src.config.settings import nearest, read_yaml
+from src.tasks.base import Task
 
 SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of variables that only the launcher should set, from the yaml. Set in the shell, they change what the yaml
@@ -87,7 +88,7 @@ def unusable_gpu() -> str | None:
 
 
 def launch_errors(
-    launcher: ParentLauncher | None, config: Config, asked: LaunchEnv, on_cpu: bool, precision: str
+    launcher: ParentLauncher | None, config: Config[Task], asked: LaunchEnv, on_cpu: bool, precision: str
 ) -> Iterator[str]:
     """Yield one line per reason why the run would differ from what was asked for: variables that override the settings
     or, if there are none, what this machine's devices cannot run and what is wrong with the launcher and its yaml.
