@@ -92,7 +92,7 @@ def test_each_task_has_the_curve_and_the_metrics_of_one_process(
 
 
 @pytest.mark.slow
-def test_gradients_in_bf16_on_their_way_add_their_rounding(launch: Launch, whole: Whole, rounding: Rounding) -> None:
+def test_gradients_all_reduced_in_bf16_add_their_rounding(launch: Launch, whole: Whole, rounding: Rounding) -> None:
     """Above what fp32's own makes of the norms, and below the eight bits of bf16. Tried without the hook: no more."""
     alone, run = whole("cpu", *DIGITS), launch("ddp_bf16_hook", "--ddp_comm_hook=bf16", *DIGITS).succeeded()
     assert norms(run) != pytest.approx(norms(alone), rel=rounding("cpu", *DIGITS, name=NORM))

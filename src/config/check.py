@@ -1,7 +1,5 @@
 """The setting of --check."""
 
-from collections.abc import Iterator
-
 from src.config.run import RunSettings
 from src.config.settings import ResumeSafe
 
@@ -16,8 +14,3 @@ class CheckSettings(RunSettings):
     def mode(self) -> str:
         """Return `check` if it is asked for."""
         return "check" if self.check else super().mode
-
-    def validation_errors(self) -> Iterator[str]:
-        yield from super().validation_errors()
-        if self.check and self.dry_run:
-            yield "--dry-run and --check cannot be combined"

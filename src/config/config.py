@@ -27,10 +27,11 @@ from src.config.settings import (
     marked,
     nearest,
     read_arguments,
+    read_value,
     setting_fields,
     validate,
 )
-from src.config.terminal import BIN, say
+from src.config.terminal import say
 from src.config.trackers import TrackerSettings
 from src.config.wandb import WandbSettings
 
@@ -92,11 +93,7 @@ def read_config(
         UserError: the settings have mistakes. All of them are listed, one per line.
     """
     mistakes = [*leftovers()]
-    values, written = read_arguments(argv, mistakes)
-    if {"--help", "-h"} & {*argv}:
-        config_class, defaults, _ = _choose_task(values, written, mistakes, tasks)
-        say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class, defaults))
-        sys.exit(0)
+    values, written = read_arguments(["--help" if word == "-h" else word for word in argv], mistakes)
     misread = [*mistakes]
     config, wrong = _check(values, written, mistakes, tasks)
     if config and not wrong & PLACE:
@@ -118,24 +115,21 @@ def load_config(argv: list[str], tasks: Mapping[str, str]) -> Config[Any]:
 
 
 def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping[str, str]) -> tuple[Any, set[str]]:
-    """Return what `validate` does, for the chosen task."""
-    config_class, defaults, values = _choose_task(values, written, mistakes, tasks)
-    return validate(config_class, defaults | values, written, mistakes)
-
-
-def _choose_task(
-    values: Values, written: Written, mistakes: list[str], tasks: Mapping[str, str]
-) -> tuple[type[Config], Values, Values]:
-    """Return the class of the settings with those of the chosen task, the task's defaults, and the values with its
-    name."""
+    """Return what `validate` does, with the chosen task's settings and defaults."""
     default, *_ = tasks
     name = str(values.get("task.name", default))
     if name not in tasks:
         mistakes.append(f"{written['task.name']}: no such task{nearest(name, list(tasks))} ({', '.join(tasks)})")
         name, values = default, {setting: value for setting, value in values.items() if not setting.startswith("task.")}
-    task_class = _resolve(tasks[name])
-    defaults = task_class.run_defaults(dict(flatten(values)))
-    return _of_task(task_class), defaults, values | {"task.name": name, "run_name": values.get("run_name") or name}
+    task_class = resolve_name(tasks[name])
+    defaults = task_class.run_defaults(dict(flatten({key: read_value(value) for key, value in values.items()})))
+    config_class: Any = Config
+    config_class = config_class[task_class]
+    if "help" in values:
+        say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class, defaults))
+        sys.exit(0)
+    values = defaults | values | {"task.name": name, "run_name": values.get("run_name") or name}
+    return validate(config_class, values, written, mistakes)
 
 
 @as_user_error("not the settings of a run: ", (KeyError, TypeError, ValidationError))
@@ -145,18 +139,7 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config[Any]:
     Raises:
         UserError: these are not the settings of a run, or of another version.
     """
-    settings = _resolve(tasks[saved["task"]["name"]])
-    task_class = _resolve(vars(settings)["task_class"]) if "task_class" in vars(settings) else settings
-    return _of_task(task_class).model_validate(saved)
-
-
-@as_user_error(
-    f"task.name needs a package (for text, `{BIN}python -m pip install -e '.[text]'`): ", ModuleNotFoundError
-)
-def _resolve(path: str) -> Any:
-    # import this task's file, and the libraries it needs, but no other task's
-    return resolve_name(path)
-
-
-def _of_task(task_class: Any) -> type[Config]:
-    return Config[task_class]
+    settings = resolve_name(tasks[saved["task"]["name"]])
+    task_class = resolve_name(vars(settings)["task_class"]) if "task_class" in vars(settings) else settings
+    config_class: Any = Config
+    return config_class[task_class].model_validate(saved)

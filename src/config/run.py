@@ -117,6 +117,8 @@ class RunSettings(Settings):
         yield from self._batch_errors()
         if not (self.epochs or self.max_steps):
             yield "epochs and max_steps are both null: set one of them"
+        if self.dry_run and self.mode != "dry_run":
+            yield f"--dry-run and --{self.mode} cannot be combined"
         profiled = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile_steps or "1:1")
         if not profiled or int(profiled[1]) > int(profiled[2]):
             yield f"profile_steps={self.profile_steps}: name the first and the last step, such as 10:15"

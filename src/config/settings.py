@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from src.config.errors import cause, reraised_as
-from src.config.terminal import CONTROL, masked
+from src.config.terminal import masked
 
 
 class Change(Enum):
@@ -41,8 +41,8 @@ DOWNLOADABLE = "downloadable"
 Downloadable = Annotated[T, DOWNLOADABLE]
 """A setting that may be SCHEME:NAME, to download, instead of a folder."""
 
-OUTSIDE = {"run_name": r"^/|(^|/)\.\.(/|$)", "mirror": r"(^|/)\.\.(/|$)", "output_dir": "(?!)"}
-"""What leads out of the folder that is meant, by the settings that name folders."""
+MAX_VALUES = 100_000
+"""Values that a yaml may have: nine lines of aliases can stand for 10^9."""
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
 
@@ -53,20 +53,15 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return what the user meant: read `1e3` as a number, even for an integer; expand the ~ in `--name=~/folder`,
-        which no shell does. Refuse `None`, which is a word in YAML, where null is meant."""
-        name = str(info.field_name)
-        annotation = cls.model_fields[name].annotation
+        """Expand the ~ in `--name=~/folder`, which no shell does. Refuse `None`, which is a word in YAML, where null is
+        meant."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation not in TEXT:
             return str(value)  # which is no number
         if not isinstance(value, str):
             return value
         if value.lower() == "none" and annotation is not str:
             raise ValueError("use null, not None")
-        if annotation not in TEXT and re.fullmatch(r"\d+(\.\d*)?[eE]\d+", value):
-            return float(value)
-        if name in OUTSIDE and re.search(rf"{OUTSIDE[name]}|{CONTROL}", value):
-            raise ValueError("leads out of its folder, by .. or / at its start, or has control characters")
         return os.path.expanduser(value) if value.startswith("~/") else value
 
     def validation_errors(self) -> Iterator[str]:
@@ -79,7 +74,8 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
 
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Written]:
     """Return the values, and how the user wrote each: the files named by `--config`, in order, overridden by the other
-    arguments. Append a line to `mistakes` for whatever could not be read."""
+    arguments, whose values are text, lists of words, or True. Append a line to `mistakes` for whatever could not be
+    read."""
     options: list[tuple[str, list[str]]] = []
     is_open = False
     for word in argv:
@@ -94,20 +90,15 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
 
     values: Values = {}
     written: Written = {}
-    for file in (file for name, words in options if name == "config" for file in words or [""]):
-        for name, value in flatten(_read_file(file, mistakes)):
-            values[name] = value
-            written[name] = f"{file}: {name}: {value}"
-    for name, words in options:
+    for name, words in sorted(options, key=lambda option: option[0] != "config"):  # the other arguments override files
         if name == "config":
-            continue
-        text = " ".join(words)
-        values[name], written[name] = words or True, f"--{name} {text}".rstrip()
-        if len(words) == 1:
-            value = _read_value(text)
-            # other text stays as it is, for pydantic to convert
-            values[name] = value if isinstance(value, list | dict) or text.lower() == "null" else text
-            written[name] = f"--{name}={text}"
+            for file in words:
+                for setting, value in flatten(_read_file(file, mistakes)):
+                    values[setting], written[setting] = value, f"{file}: {setting}: {value}"
+        elif len(words) == 1:
+            values[name], written[name] = words[0], f"--{name}={words[0]}"
+        else:
+            values[name], written[name] = words or True, " ".join([f"--{name}", *words])
     for name, how in written.items():
         written[name] = masked(how)
         if written[name] != how:
@@ -130,18 +121,13 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
     given: Values = {}
     wrong: dict[str, str] = {}
     for name, value in values.items():
-        option, _, text = written.get(name, "").partition("=")
+        if known.get(name) not in TEXT:  # text is taken literally: [PAD], or "lr: 3"
+            value = read_value(value)
         inside = [setting for setting in known if setting.startswith(f"{name}.")]
-        if known.get(name) in TEXT and isinstance(value, list | dict) and option == f"--{name}":
-            given[name] = text  # literally: [PAD], or "lr: 3"
-        elif isinstance(value, dict):
+        if not inside or isinstance(value, dict):
             given |= flatten({name: value})
-        elif name in known:
-            given[name] = value
-        elif value is not None and inside:
-            wrong[name] = f"{name} is a group; write, for example, --{inside[0]}=…"
         elif value is not None:  # a group in a yaml may be empty
-            given[name] = _read_value(value) if isinstance(value, str) else value  # in a mapping, which has no types
+            wrong[name] = f"{name} is a group; write, for example, --{inside[0]}=…"
 
     settings = None
     while not settings:
@@ -155,9 +141,8 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
                 break
     mistakes.extend(f"{written.get(name, name)}: {why}" for name, why in wrong.items())
     if settings:
-        names = [rf"(?<![\w.]){re.escape(name)}\b" for name in wrong]  # their defaults contradict nothing
-        contradictions = settings.validation_errors()
-        mistakes.extend(line for line in contradictions if not any(re.search(name, line) for name in names))
+        contradictions = settings.validation_errors()  # but for those of defaults that stand in for wrong values
+        mistakes.extend(line for line in contradictions if wrong.keys().isdisjoint(re.findall(r"[\w.]+", line)))
     return settings, {*wrong}
 
 
@@ -225,7 +210,7 @@ def _read_file(file: str, mistakes: list[str]) -> Values:
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")
     else:
-        if isinstance(content, dict) and all(isinstance(key, str) for key in content):
+        if isinstance(content, dict):
             return content
         mistakes.append(f"--config={file}: must hold settings, one `name: value` per line")
     return {}
@@ -235,11 +220,14 @@ def read_yaml(text: str | bytes) -> Any:
     """Parse YAML 1.2, in which 010 is 10, and 1:30, yes and on are text.
 
     Raises:
-        YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, or contains itself.
+        YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, contains itself, or
+            stands for more than MAX_VALUES.
     """
     with reraised_as(YAMLError, ""):
         content = YAML(typ="safe", pure=True).load(text)
-        json.dumps(content, default=str)  # raises an error for what contains itself
+        parts = json.JSONEncoder(default=str).iterencode(content)  # an error for what contains itself
+        if any(number > MAX_VALUES for number, _ in enumerate(parts)):
+            raise ValueError(f"stands for more than {MAX_VALUES:,} values")
     return content
 
 
@@ -253,11 +241,11 @@ def write_yaml(content: Any, is_in_one_line: bool = False) -> str:
     return stream.getvalue()
 
 
-def _read_value(text: str) -> Any:
-    """Return text as the YAML that it is, or as it is."""
+def read_value(value: Any) -> Any:
+    """Return text as the YAML that it is, or else as it is. What is empty or no text stays as it is."""
     with contextlib.suppress(YAMLError):
-        return read_yaml(text)
-    return text
+        return read_yaml(value) if value and isinstance(value, str) else value
+    return value
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -63,6 +63,9 @@ class WandbPart(Part):
         """Start or, by its id, resume the run; offline if online fails."""
         logging.raiseExceptions = False  # W&B's log on a full disk: 30 lines for each record that cannot be written
         config, why = self._run.config, "as set"
+        for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]:
+            del os.environ[name]  # which W&B would refuse
+        os.environ.setdefault("WANDB_SAVE_CODE", "true")
         wandb = self._wandb = import_module("wandb")
         # what is None has the value of its variable
         arguments: dict[str, Any] = {
