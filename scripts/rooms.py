@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 
 FILES = {
-    "check": "src/check tests/check tests/text/test_check.py tests/text/split_faults.py docs/check.md",
+    "check": "src/check src/config/check.py tests/check tests/text/test_check.py tests/text/split_faults.py docs/check.md",
     "cpu": "src/distributed/cpu.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu*.py .github/ISSUE_TEMPLATE/gpu.yml",
-    "machines": "src/distributed/machines.py src/checkpoint/mirror.py launchers tests/machines tests/test_mirror.py"
+    "machines": "src/distributed/machines.py src/checkpoint/mirror.py src/config/mirror.py launchers tests/machines tests/test_mirror.py"
     " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
     "plan": "src/tools/plan tests/test_plan.py tests/planning.py docs/plan.md benchmarks/sizes.py"
     " benchmarks/published.py benchmarks/h100_96gb.yaml",
@@ -58,6 +58,7 @@ ABOUT = {
 """What the rooms do that `make new` offers to leave out. It leaves out the others in any case."""
 SHARED = {
     "null_gpu": {"gpu", "plan"},
+    "src/config/trackers.py": {"wandb", "trackers"},
     "src/tracking/guard.py": {"wandb", "trackers"},
     "tests/test_trackers.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},

@@ -252,8 +252,8 @@ def test_a_task_without_its_libraries_is_one_line(tmp_path: Path, task: str) -> 
         pytest.skip("not in this copy")
     look = "from importlib import metadata as m; find = m.distributions"
     hidden = f"{look}; m.distributions = lambda **of: [] if of == dict(name='transformers') else find(**of)"
-    run = f"import sys; sys.argv = ['train.py', '--task.name={task}']; import runpy; runpy.run_path('train.py', None, '__main__')"
-    ended = run_command([sys.executable, "-c", f"{hidden}; {run}"], tmp_path)
+    run = "import runpy; runpy.run_path('train.py', None, '__main__')"
+    ended = run_command([sys.executable, "-c", f"{hidden}; {run}", f"--task.name={task}"], tmp_path)
     assert ended.exit_code == 2
     (line,) = ended.messages
     assert re.search(r"not installed: transformers: .* -m pip install -e '.*\[text\]'$", line)

@@ -72,9 +72,7 @@ def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnv) -> None:
 def unusable_gpu() -> str | None:
     """Return why torch can't use this machine's NVIDIA GPU; None if there is none, or it is hidden."""
     if torch.version.cuda is None and shutil.which("nvidia-smi"):
-        return (
-            f"this machine has an NVIDIA GPU, but torch {torch.__version__} is built without CUDA: install another one"
-        )
+        return f"this machine has an NVIDIA GPU, but torch {torch.__version__} is built without CUDA: install another"
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
