@@ -17,9 +17,8 @@ def task_path(path: str) -> str:
     """Return where a task is defined, which its settings name if the map has those."""
     module, _, name = path.partition(":")
     code = (TEMPLATE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-    named = re.search(
-        r'task_class: ClassVar\[str\] = "(.*)"', code.partition(f"class {name}(")[2].partition("\nclass ")[0]
-    )
+    own = code.partition(f"class {name}(")[2].partition("\nclass ")[0]
+    named = re.search(r'task_class: ClassVar\[str\] = "(.*)"', own)
     return named[1] if named else path
 
 

@@ -15,11 +15,12 @@ import sys
 from pathlib import Path
 
 FILES = {
-    "check": "src/check src/config/check.py tests/check tests/text/test_check.py tests/text/split_faults.py docs/check.md",
+    "check": "src/check src/config/check.py tests/check tests/text/test_check.py tests/text/split_faults.py"
+    " docs/check.md",
     "cpu": "src/distributed/cpu.py",
     "gpu": "tests/gpu tests/gpu.mk docs/gpu.md benchmarks/gpu*.py .github/ISSUE_TEMPLATE/gpu.yml",
-    "machines": "src/distributed/machines.py src/checkpoint/mirror.py src/config/mirror.py launchers tests/machines tests/test_mirror.py"
-    " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
+    "machines": "src/distributed/machines.py src/checkpoint/mirror.py src/config/mirror.py launchers tests/machines"
+    " tests/test_mirror.py tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
     "plan": "src/tools/plan tests/test_plan.py tests/planning.py docs/plan.md benchmarks/sizes.py"
     " benchmarks/published.py benchmarks/h100_96gb.yaml",
     "report": "src/tracking/report.* src/tracking/plots.* tests/test_report.py docs/report.png",
