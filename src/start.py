@@ -18,8 +18,8 @@ from src.distributed.process import SIGNALS, end_with_launcher, exit_codes
 from src.tasks import TASKS
 
 DOWNLOADS = {
-    # SCHEME of a setting that is SCHEME:NAME -> function that downloads NAME and returns the folder
-    "wandb": "src.tracking.wandb:download_artifact",  # room: wandb
+    # SCHEME: of a setting that is SCHEME:NAME -> function that downloads NAME and returns the folder
+    "wandb:": "src.tracking.wandb:download_artifact",  # room: wandb
 }
 
 
@@ -41,18 +41,16 @@ def run_settings(argv: list[str], settings: Config | None = None) -> Config[Any]
     read already. Raise a UserError that lists all mistakes."""
     settings = settings or read_config(argv, TASKS, _place_errors)
     values = dict(flatten(settings.model_dump()))
-    is_downloaded = False
-    for name in marked(type(settings), DOWNLOADABLE):
-        scheme, _, source = str(values[name]).partition(":")
-        if source and scheme in DOWNLOADS:
-            with as_user_error(f"{name}={scheme}:{source}: cannot be downloaded, "):
-                values[name] = resolve_name(DOWNLOADS[scheme])(source)
-            is_downloaded = True
+    remote = [name for name in marked(type(settings), DOWNLOADABLE) if str(values[name]).startswith(tuple(DOWNLOADS))]
+    for name in remote:
+        scheme, colon, source = values[name].partition(":")
+        with as_user_error(f"{name}={values[name]}: cannot be downloaded, "):
+            values[name] = resolve_name(DOWNLOADS[scheme + colon])(source)
     config = config_from(nested(values), TASKS)
-    if is_downloaded:
+    if remote:
         raise_if_any([*config.validation_errors(), *folder_errors(config)])
     return config
 
 
 def _place_errors(settings: Config) -> Iterable[str]:
-    return () if settings.resume.partition(":")[0] in DOWNLOADS else folder_errors(settings)
+    return () if settings.resume.startswith(tuple(DOWNLOADS)) else folder_errors(settings)
