@@ -25,7 +25,10 @@ def missing_requirements(extra: str = "") -> list[str]:
     if sys.version_info < (3, 11):  # noqa: UP036  # older ones get here
         return [f"Python 3.11 or newer is needed, and this is {sys.version.split()[0]}: {remedy}"]
 
-    text = (PROJECT / ("pyproject.toml" if extra else "requirements.txt")).read_text()
+    file = PROJECT / ("pyproject.toml" if extra else "requirements.txt")
+    if not file.exists():  # a copy with its own way of installing
+        return []
+    text = file.read_text(encoding="utf-8")
     if extra:
         text = "\n".join(import_module("tomllib").loads(text)["project"]["optional-dependencies"][extra])
     bounds = re.findall(r"(?m)^(([\w.-]+)[^#\n]*)", text)

@@ -45,7 +45,7 @@ def run_settings(argv: list[str], settings: Config | None = None) -> Config[Any]
     for name in remote:
         scheme, colon, source = values[name].partition(":")
         with as_user_error(f"{name}={values[name]}: cannot be downloaded, "):
-            values[name] = resolve_name(DOWNLOADS[scheme + colon])(source)
+            values[name] = str(resolve_name(DOWNLOADS[scheme + colon])(source))
     config = config_from(nested(values), TASKS)
     if remote:
         raise_if_any([*config.validation_errors(), *folder_errors(config)])
