@@ -127,6 +127,8 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             "--max_steps=None: use null, not None",
             "a.yaml: max_hours: 1:30: must be a valid number, unable to parse string as a number",
         ]),
+        # tried without: the second one is dropped in silence
+        ("--seed=1|--seed.x=2", {}, ["--seed.x=2: unknown setting, did you mean seed?"]),
         # tried without: it is found out after the first evaluation
         ("--early_stopping.metric=eval/acuracy", {}, [
             "early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
@@ -143,7 +145,8 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         ("--optim.decay_steps=9", {}, ["optim.decay_steps=9: only applies to optim.schedule=wsd, not one_cycle"]),
         ("--epochs=null|--max_steps=50|--optim.schedule=wsd|--optim.warmup_steps=40|--optim.decay_steps=30", {}, [
             "optim.warmup_steps=40 and optim.decay_steps=30: together 140.0% of the schedule"]),
-        pytest.param("--wandb.entity=none|--config=a.yaml", {"a": "wandb:\n  tags: mine"}, [
+        pytest.param("--wandb.entity=none|--config=a.yaml|--wandb={mode: offlin}", {"a": "wandb:\n  tags: mine"}, [
+            "--wandb={mode: offlin}: must be 'auto', 'online', 'offline' or 'disabled'",
             "--wandb.entity=none: use null, not None",
             "a.yaml: wandb.tags: mine: must be a valid list",
         ], marks=needs_wandb),

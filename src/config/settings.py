@@ -125,7 +125,9 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
             value = read_value(value)
         inside = [setting for setting in known if setting.startswith(f"{name}.")]
         if not inside or isinstance(value, dict):
-            given |= flatten({name: value})
+            parts = dict(flatten({name: value}))
+            given |= parts
+            written = dict.fromkeys(parts, written.get(name, name)) | written
         elif value is not None:  # a group in a yaml may be empty
             wrong[name] = f"{name} is a group; write, for example, --{inside[0]}=…"
 
@@ -150,7 +152,9 @@ def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
     """Return the given settings at the location of a pydantic error, around it or in it. If none is given, return the
     name of what is missing."""
     where = ".".join(map(str, place))
-    return [n for n in given if f"{where}.".startswith(f"{n}.") or n.startswith(f"{where}.")] or [where]
+    if where in given:
+        return [where]
+    return [name for name in given if where.startswith(f"{name}.") or name.startswith(f"{where}.")] or [where]
 
 
 def _reason(name: str, problem: Any, known: list[str]) -> str:
