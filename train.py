@@ -12,7 +12,7 @@ import sys
 from src.start import begin, run_settings
 
 if __name__ == "__main__":  # the imports below take seconds: answer signals, --help and mistakes first
-    begin(sys.argv[1:])
+    settings = begin(sys.argv[1:])
 
 import torch
 from accelerate.utils import broadcast
@@ -26,6 +26,7 @@ from src.distributed.accelerator import build_accelerator, num_machines, shut_do
 from src.distributed.process import collect_only_new_objects, exit_codes
 from src.distributed.stop import StopSignal
 from src.parts import MODES, join_machines, open_store, start_parts
+from src.tasks.base import Task
 from src.tasks.task_checks import require_gradients, require_sum
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
@@ -159,7 +160,7 @@ def fit(run: Run) -> bool:
 
 
 @explaining_memory("load")
-def build(config: Config) -> Run | None:
+def build(config: Config[Task]) -> Run | None:
     """Join the processes, build data, model and optimizers, and load the checkpoint to resume from. Return None if the
     run in this output folder has already finished."""
     # ------------------------------------------------------------------- processes, and what the run resumes from
@@ -203,8 +204,8 @@ def build(config: Config) -> Run | None:
 
 @record  # shows the first failure's traceback in the launcher's table
 @exit_codes()
-def main() -> None:
-    config = run_settings(sys.argv[1:])
+def main(settings: Config | None = None) -> None:
+    config = run_settings(sys.argv[1:], settings)
     collect_only_new_objects()  # nothing was collected since the imports began
     join_machines(config)
     run = build(config)
@@ -227,4 +228,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(settings)

@@ -9,9 +9,9 @@ import optuna  # pip install -e '.[sweeps]'
 from optuna.storages import RDBStorage
 
 from src.checkpoint.files import read_json
-from src.config.config import load_config
+from src.config.config import read_config
 from src.distributed.process import SIGNALS, end_with_parent, exit_codes
-from src.tasks import SETTINGS, TASKS
+from src.tasks import TASKS
 from src.tracking.records import read_records
 
 METRIC, GOAL = "eval/accuracy", optuna.study.StudyDirection.MAXIMIZE
@@ -41,7 +41,7 @@ def train(trial: optuna.Trial, folder: Path, settings: list[str]) -> float:
 def main(argv: list[str]) -> None:
     """Run or resume the search in the folder argv[0], of argv[1] trials, all of them with the settings in argv[2:]."""
     folder, trials, settings = Path(argv[0]), int(argv[1]), [*argv[2:], f"--checkpoint.metric={METRIC}"]
-    load_config(settings, TASKS | SETTINGS)  # refuses all mistakes in them, and a metric that the task doesn't have
+    read_config(settings, TASKS)  # refuses all mistakes in them, and a metric that the task doesn't have
     folder.mkdir(parents=True, exist_ok=True)
     storage = RDBStorage(f"sqlite:///{folder}/study.db", heartbeat_interval=1, heartbeat_stale_trial_callback=Retry())
     name = f"{GOAL.name} {RANGES} {settings}"

@@ -28,6 +28,7 @@ from src.config.errors import UserError
 from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
 from src.tasks import TASKS
+from src.tasks.base import Task
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import to_local
@@ -122,7 +123,7 @@ def has_config_alone(task: Any) -> bool:
     return "config.json" in files and not re.search("token|vocab|spiece", files)
 
 
-def build_without_values(config: Config) -> Run:
+def build_without_values(config: Config[Task]) -> Run:
     """Build the run as train.py does, but with uninitialized weights and no output folder."""
     accelerator, launch = build_accelerator(config)
     if launch.strategy.endswith("offload"):  # pinning would copy, and fill the host's memory

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from new_pages import cut_comments, cut_pages
 from new_questions import (
+    MAP,
     TASKS,
     TEMPLATE,
     about,
@@ -240,8 +241,9 @@ def keep_one_task(project: Path, task: str, training: Training) -> None:
     """Make the task the first in the map, which is the default, and remove the others' configs and MNIST."""
     tasks = project / "src/tasks/__init__.py"
     lines = tasks.read_text(encoding="utf-8").splitlines(keepends=True)
-    own = f'    "{task}": "{training.code[:-3].replace("/", ".")}:{TASKS[task].partition(":")[2]}",\n'
-    goes = [f'    "{task}": "{TASKS[task]}"', *(['    "mnist":'] if task != "mnist" else [])]
+    moved = f"{training.code[:-3].replace('/', '.')}:{TASKS[task].partition(':')[2]}"
+    own = f'    "{task}": "{moved if training.code != code_of(task) else MAP[task]}",\n'
+    goes = [f'    "{task}": "{MAP[task]}"', *(['    "mnist":'] if task != "mnist" else [])]
     lines = [line for line in lines if not line.startswith(tuple(goes))]
     lines.insert(lines.index("TASKS = {\n") + 1, own)
     tasks.write_text("".join(lines), encoding="utf-8")

@@ -9,9 +9,21 @@ from pathlib import Path
 from rooms import ABOUT, FILES
 
 TEMPLATE = Path(__file__).resolve().parent.parent
-MAPS = (TEMPLATE / "src/tasks/__init__.py").read_text(encoding="utf-8")
-TASKS = dict(re.findall(r'"(\w+)": "([\w.]+:\w+)"', MAPS.partition("SETTINGS = {")[0]))
-"""Where each task is defined. The map is read as text: importing it would need packages."""
+MAP = dict(re.findall(r'"(\w+)": "([\w.]+:\w+)"', (TEMPLATE / "src/tasks/__init__.py").read_text(encoding="utf-8")))
+"""The map of tasks, read as text: importing it would need packages."""
+
+
+def task_path(path: str) -> str:
+    """Return where a task is defined, which its settings name if the map has those."""
+    module, _, name = path.partition(":")
+    code = (TEMPLATE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    own = code.partition(f"class {name}(")[2].partition("\nclass ")[0]
+    named = re.search(r'task_class: ClassVar\[str\] = "(.*)"', own)
+    return named[1] if named else path
+
+
+TASKS = {name: task_path(path) for name, path in MAP.items()}
+"""Where each task is defined."""
 TASKS.pop("streamed_lm", None)  # which comes with causal_lm, unless `streaming` is left out
 
 

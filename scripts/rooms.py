@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 FILES = {
-    "check": "src/check tests/check tests/text/test_check.py tests/text/split_faults.py docs/check.md",
+    "check": "src/check src/config/check.py tests/check tests/text/test_check.py tests/text/split_faults.py"
+    " docs/check.md",
     "cpu": "src/distributed/cpu.py",
-    "machines": "src/distributed/machines.py src/checkpoint/mirror.py launchers tests/machines tests/test_mirror.py"
-    " tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
+    "machines": "src/distributed/machines.py src/checkpoint/mirror.py src/config/mirror.py launchers tests/machines"
+    " tests/test_mirror.py tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
     "plan": "plan src/tools/plan.py benchmarks/gpu* .github/ISSUE_TEMPLATE/gpu.yml",
     "report": "src/tracking/report.* src/tracking/plots.* tests/test_report.py docs/report.png",
     "streaming": "src/tasks/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
@@ -59,6 +60,7 @@ ABOUT = {
 """What the rooms do that `make new` offers to leave out. It leaves out the others in any case."""
 SHARED = {
     "src/tracking/records.py": {"report", "examples"},
+    "src/config/trackers.py": {"wandb", "trackers"},
     "tests/test_trackers.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},
     "scripts/rooms.py": {*FILES},

@@ -2,7 +2,7 @@
 
 import logging
 
-from src.config.requirements import require_installed
+from src.requirements import require_installed
 
 require_installed()
 # silence what libraries warn about each other

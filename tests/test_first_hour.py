@@ -30,10 +30,10 @@ from accelerate.commands.launch import launch_command_parser
 from rooms import FILES
 from torch.distributed.run import get_args_parser
 
-from src.config.config import load_config
+from src.config.config import read_config
 from src.config.errors import UserError
 from src.config.settings import read_arguments
-from src.tasks import SETTINGS, TASKS
+from src.tasks import TASKS
 from tests.launching import BIN, PROJECT, hear_signals, wait
 from tests.test_kit import TARGETS, read
 
@@ -287,7 +287,7 @@ def parse(file: Path, arguments: list[str]) -> Parsed:
 def settings(arguments: list[str], words: list[str]) -> None:
     """Fail unless train.py takes these settings, where its reader has the files that are only named."""
     try:
-        load_config(arguments, TASKS | SETTINGS)
+        read_config(arguments, TASKS)
     except UserError as error:
         wrong = [line for line in error.args if not NOT_HERE.fullmatch(line)]
         assert not wrong, (words, wrong)

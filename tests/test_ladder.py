@@ -8,7 +8,7 @@ from tests.launching import PROJECT
 
 FLOORS = {
     "config": 1, "tasks": 2, "distributed": 3, "training": 4, "checkpoint": 5, "tracking": 6, "tools": 7, "check": 7,
-    "__init__.py": 8, "parts.py": 8, "start.py": 8,
+    "requirements": 0, "requirements.py": 0, "__init__.py": 8, "parts.py": 8, "start.py": 8,
 }  # fmt: skip
 """Those that are there in every copy: the others are rooms."""
 

@@ -36,7 +36,7 @@ from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model
 
 
-def own_indices(config: Config, dataset: Examples, first: int, rank: int, world_size: int) -> Iterator[list[int]]:
+def own_indices(config: Config[Task], dataset: Examples, first: int, rank: int, world_size: int) -> Iterator[list[int]]:
     """Yield the indices of this process's examples in each step after step `first`, forever: every world_size-th of the
     global batch, starting at its rank; at an epoch's end there may be none. torch's DistributedSampler deals in the
     same way if `set_epoch` is called."""

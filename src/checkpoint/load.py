@@ -12,6 +12,7 @@ from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
+from src.tasks.base import Task
 
 
 def find_model(source: str) -> Path:
@@ -31,7 +32,7 @@ def is_checkpoint_folder(path: Path) -> bool:
     return (path / MANIFEST).exists() or (path / STATE).exists()
 
 
-def config_of(path: Path) -> Config:
+def config_of(path: Path) -> Config[Task]:
     """Return the settings that the model was trained with. Raise a UserError if they are not with it."""
     saved = read_state(path).origin.settings if is_checkpoint_folder(path) else saved_settings(path.absolute().parent)
     if not saved:
@@ -39,7 +40,7 @@ def config_of(path: Path) -> Config:
     return config_from(saved, TASKS)
 
 
-def load_trained_model(path: Path, config: Config) -> nn.Module:
+def load_trained_model(path: Path, config: Config[Task]) -> nn.Module:
     """Return the model in fp32 on the CPU. A checkpoint is read in place, without a second copy in memory."""
     set_seed(config.seed)
     config.task.state.is_trained = True

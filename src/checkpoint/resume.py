@@ -26,14 +26,14 @@ from src.config.errors import RunError, UserError, raise_if_any
 from src.config.settings import Change, flatten, marked
 from src.distributed.accelerator import RunSetup, num_machines
 from src.distributed.process import COLLECTIVE_FAILED, TIMED_OUT, leave_it_to_others
-from src.tasks.base import Examples
+from src.tasks.base import Examples, Task
 from src.training.progress import Progress
 from src.training.run import Run
 from src.training.state import ResumePoint, RunInputs
 
 
 def origin_of(
-    config: Config,
+    config: Config[Task],
     launch: RunSetup,
     accelerator: Accelerator,
     model: nn.Module,

@@ -12,8 +12,9 @@ import psutil
 
 from src.config.terminal import BIN
 
-LAUNCH_VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
-"""Variables by which launchers tell a process (and Accelerate) about the other processes."""
+LAUNCH_VARIABLES = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+"""Variables by which launchers tell a process (and Accelerate) about the other processes, and their values for one that
+is alone."""
 
 
 class LaunchEnv:
@@ -66,18 +67,13 @@ def command_with(arguments: list[str], launch: Collection[str] = ()) -> str:
 
 
 def leftovers() -> Iterator[str]:
-    """Yield an error line for each variable that describes other processes although no launcher has started any, and
-    for a sweep's trial without an agent."""
-    if os.environ.get("WANDB_SWEEP_ID") and not re.fullmatch(r"[\w.-]+", os.environ.get("WANDB_RUN_ID", "")):
-        yield "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it"
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torch's launcher, as is all that Accelerate reads first
+    """Yield an error line for each variable that describes other processes although no launcher has started any."""
+    # torch's launcher sets all that Accelerate reads first; an operator of pods, the address to meet at and the rank
+    if "TORCHELASTIC_RUN_ID" in os.environ or {"MASTER_ADDR", "RANK"} <= os.environ.keys():
         return
-    # pods started without a launcher may get WORLD_SIZE, RANK and the address to meet at from their operator
-    is_told = "MASTER_ADDR" in os.environ and "ACCELERATE_DYNAMO_BACKEND" not in os.environ
-    for name in LAUNCH_VARIABLES:
-        alone = "1" if name.endswith("SIZE") else "0"
+    for name, alone in LAUNCH_VARIABLES.items():
         value = os.environ.get(name, alone)
-        if value != alone and not (is_told and value.isdigit()):
+        if value != alone:
             yield (
                 f"{name}={value} is set in the environment, but no launcher has started several processes: unset it, "
                 "or start them with accelerate launch and a yaml for several, such as accelerate_configs/ddp.yaml"

@@ -1,19 +1,30 @@
-"""Groups of settings: the optimizer, checkpoints, early stopping, and what a copy may leave out."""
+"""Groups of settings: the task, the optimizer, checkpoints and early stopping."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from src.config.settings import Reopens, ResumeSafe, Settings
-from src.config.wandb import Wandb
+from src.config.settings import Reopens, Settings, Values
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Tracker = Literal[  # room: trackers wandb
-    "wandb",  # room: wandb
-    "trackio",  # room: trackers
-    "tensorboard",  # room: trackers
-]
+
+
+class TaskSettings(Settings):
+    """Settings that every task has."""
+
+    name: str
+    """The task to train."""
+    task_class: ClassVar[str] = ""
+    """Import path of the Task with these settings, if they stand in a file of their own, which imports no torch."""
+    metric_names: ClassVar[tuple[str, ...] | None] = None
+    """Names that `Task.metrics` returns, to check settings that name a metric at the start; None: not known yet."""
+
+    @classmethod
+    def run_defaults(cls, given: Mapping[str, Any]) -> Values:
+        """Return this task's own defaults of epochs, global_batch_size and optim.*, by dotted name, where they differ
+        from those of other tasks. `given` has the settings that the user has given."""
+        return {}
 
 
 class Optim(Settings):
@@ -64,8 +75,6 @@ class Optim(Settings):
 class Checkpoint(Settings):
     """Which checkpoints to keep, and which one to export."""
 
-    mirror: str | None = None  # room: machines
-    """Folder or fsspec URL (s3://…, hf://…) to copy checkpoints to, under run_name; null: none."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_best: NonNegativeInt = 0
@@ -100,20 +109,3 @@ class EarlyStopping(Settings):
     def validation_errors(self) -> Iterator[str]:
         if self.metric is None and self != EarlyStopping():
             yield "early_stopping needs early_stopping.metric: name the metric to watch, such as eval/loss"
-
-
-class PartSettings(Settings):
-    """Settings of what a copy may leave out."""
-
-    check: ResumeSafe[bool] = False  # room: check
-    """Check that this run would be correct, instead of training; `--check` is enough: docs/check.md."""
-    trackers: ResumeSafe[list[Tracker]] = [  # room: trackers wandb
-        "wandb",  # room: wandb
-    ]
-    """Where to log besides metrics.jsonl: wandb, trackio, tensorboard."""
-    wandb: ResumeSafe[Wandb] = Wandb()  # room: wandb
-
-    def validation_errors(self) -> Iterator[str]:  # room: wandb
-        yield from super().validation_errors()
-        if "wandb" in self.trackers:
-            yield from self.wandb.environment_errors()

@@ -7,18 +7,17 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from copy import copy
 from enum import Enum
 from pathlib import Path
 from textwrap import wrap
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import BaseModel, ValidationError, ValidationInfo, field_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from src.config.errors import UserError, cause, reraised_as
-from src.config.terminal import CONTROL, masked
+from src.config.errors import cause, reraised_as
+from src.config.terminal import masked
 
 
 class Change(Enum):
@@ -42,10 +41,8 @@ DOWNLOADABLE = "downloadable"
 Downloadable = Annotated[T, DOWNLOADABLE]
 """A setting that may be SCHEME:NAME, to download, instead of a folder."""
 
-OUTSIDE = {"run_name": r"^/|(^|/)\.\.(/|$)", "mirror": r"(^|/)\.\.(/|$)", "output_dir": "(?!)"}
-"""What leads out of the folder that is meant, by the settings that name folders."""
-LARGEST_YAML = 300_000
-"""Characters that a yaml text may have: a small one can stand for gigabytes."""
+MAX_VALUES = 100_000
+"""Values that a yaml may have: nine lines of aliases can stand for 10^9."""
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
 
@@ -56,40 +53,29 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
     @field_validator("*", mode="before")
     @classmethod
     def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return what the user meant: read `1e3` as a number, even for an integer; expand the ~ in `--name=~/folder`,
-        which no shell does. Refuse `None`, which is a word in YAML, where null is meant."""
-        name = info.field_name or ""
-        annotation = cls.model_fields[name].annotation
+        """Expand the ~ in `--name=~/folder`, which no shell does. Refuse `None`, which is a word in YAML, where null is
+        meant."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation not in TEXT:
-            value = str(value)  # which is no number
+            return str(value)  # which is no number
         if not isinstance(value, str):
             return value
         if value.lower() == "none" and annotation is not str:
-            raise ValueError("write null for none")
-        if annotation not in TEXT and re.fullmatch(r"\d+(\.\d*)?[eE]\d+", value):
-            return float(value)
-        value = os.path.expanduser(value) if value.startswith("~/") else value
-        # what an older version has saved is as it is
-        if info.context is not None and name in OUTSIDE and re.search(rf"{OUTSIDE[name]}|{CONTROL}", value):
-            raise ValueError("leads out of its folder, by .. or / at its start, or has control characters")
-        return value
+            raise ValueError("use null, not None")
+        return os.path.expanduser(value) if value.startswith("~/") else value
 
     def validation_errors(self) -> Iterator[str]:
         """Yield an error line for each mistake that no single field can find, before anything is loaded: contradictory
-        settings, missing files."""
-        yield from ()
-
-    @model_validator(mode="after")
-    def _add_validation_errors(self, info: ValidationInfo) -> Self:
-        """Add them to the list that `validate` passes as context: if raised, one group's would hide the others'."""
-        if info.context is not None:
-            info.context.extend(self.validation_errors())
-        return self
+        settings, missing files. Those of the groups within are found here."""
+        for _, value in self:
+            if isinstance(value, Settings):
+                yield from value.validation_errors()
 
 
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Written]:
     """Return the values, and how the user wrote each: the files named by `--config`, in order, overridden by the other
-    arguments. Append a line to `mistakes` for whatever could not be read."""
+    arguments, whose values are text, lists of words, or True. Append a line to `mistakes` for whatever could not be
+    read."""
     options: list[tuple[str, list[str]]] = []
     is_open = False
     for word in argv:
@@ -104,20 +90,15 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
 
     values: Values = {}
     written: Written = {}
-    for file in (file for name, words in options if name == "config" for file in words or [""]):
-        for name, value in flatten(_read_file(file, mistakes)):
-            values[name] = value
-            written[name] = f"{file}: {name}: {value}"
-    for name, words in options:
+    for name, words in sorted(options, key=lambda option: option[0] != "config"):  # the other arguments override files
         if name == "config":
-            continue
-        text = " ".join(words)
-        values[name], written[name] = words or True, f"--{name} {text}".rstrip()
-        if len(words) == 1:
-            value = _read_value(text)
-            # other text stays as it is, for pydantic to convert
-            values[name] = value if isinstance(value, list | dict) or text.lower() in ("null", "~") else text
-            written[name] = f"--{name}={text}"
+            for file in words:
+                for setting, value in flatten(_read_file(file, mistakes)):
+                    values[setting], written[setting] = value, f"{file}: {setting}: {value}"
+        elif len(words) == 1:
+            values[name], written[name] = words[0], f"--{name}={words[0]}"
+        else:
+            values[name], written[name] = words or True, " ".join([f"--{name}", *words])
     for name, how in written.items():
         written[name] = masked(how)
         if written[name] != how:
@@ -128,73 +109,60 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     return values, written
 
 
-def validate(
-    model: type[Settings], values: Mapping[str, Any], written: Written, mistakes: list[str]
-) -> tuple[Any, set[str]]:
+def validate(model: type[Settings], values: Values, written: Written, mistakes: list[str]) -> tuple[Any, set[str]]:
     """Build `model` from values by dotted name. Append a line to `mistakes` for each wrong name or value, and for each
     contradiction.
 
     Returns:
-        The settings, with defaults in place of wrong values, and the names of those.
-
-    Raises:
-        UserError: a setting without a default is missing.
+        The settings, with defaults in place of wrong values (None if a setting without a default is missing), and the
+        names of those that are wrong.
     """
-    known = {name: field for name, field, _ in setting_fields(model)}
-    given = {}
+    known = {name: field.annotation for name, field, _ in setting_fields(model)}
+    given: Values = {}
+    wrong: dict[str, str] = {}
     for name, value in values.items():
-        is_text = name in known and known[name].annotation in TEXT
-        option, _, text = written.get(name, "").partition("=")
-        if is_text and isinstance(value, list | dict) and option == f"--{name}":
-            given[name] = text  # literally: [PAD], or "lr: 3"
-        elif name not in known and isinstance(value, str):  # in a mapping, whose values have no types
-            given[name] = _read_value(value)
-        elif value is not None or name in known:  # a group in a yaml may be empty
-            given[name] = value
+        if known.get(name) not in TEXT:  # text is taken literally: [PAD], or "lr: 3"
+            value = read_value(value)
+        inside = [setting for setting in known if setting.startswith(f"{name}.")]
+        if not inside or isinstance(value, dict):
+            parts = dict(flatten({name: value}))
+            given |= parts
+            written = dict.fromkeys(parts, written.get(name, name)) | written
+        elif value is not None:  # a group in a yaml may be empty
+            wrong[name] = f"{name} is a group; write, for example, --{inside[0]}=…"
 
-    bad: set[str] = set()
-    while True:  # one mistake can hide another: --task=mnist hides --task.dropout=9
-        good = {name: value for name, value in given.items() if name not in bad}
-        contradictions: list[str] = []
+    settings = None
+    while not settings:
+        good = {name: value for name, value in given.items() if name not in wrong}
         try:
-            settings = model.model_validate(_unflatten(good), context=contradictions)
+            settings = model.model_validate(nested(good))
         except ValidationError as error:
-            problems = error.errors()
-        else:
-            names = [rf"(?<![\w.]){re.escape(name)}\b" for name in bad]  # their defaults contradict nothing
-            mistakes.extend(line for line in contradictions if not any(re.search(name, line) for name in names))
-            return settings, bad
-        refused = {name: problem for problem in problems for name in _names_at(problem["loc"], good)}
-        mistakes.extend(
-            f"{written.get(name, name)}: {_refusal(name, problem, [*known])}" for name, problem in refused.items()
-        )
-        if good.keys().isdisjoint(refused):  # a setting without a default is missing
-            raise UserError(*dict.fromkeys(mistakes))
-        bad |= {*refused}
+            refused = {name: problem for problem in error.errors() for name in _names_at(problem["loc"], good)}
+            wrong |= {name: _reason(name, refused[name], [*known]) for name in refused if name not in wrong}
+            if good.keys().isdisjoint(refused):  # a setting without a default is missing
+                break
+    mistakes.extend(f"{written.get(name, name)}: {why}" for name, why in wrong.items())
+    if settings:
+        contradictions = settings.validation_errors()  # but for those of defaults that stand in for wrong values
+        mistakes.extend(line for line in contradictions if wrong.keys().isdisjoint(re.findall(r"[\w.]+", line)))
+    return settings, {*wrong}
 
 
 def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
-    """Return the given settings at the location of a pydantic error: one, or all of an unknown group. If none is given,
-    return the name of what is missing."""
+    """Return the given settings at the location of a pydantic error, around it or in it. If none is given, return the
+    name of what is missing."""
     where = ".".join(map(str, place))
-    names = [name for name in given if f"{where}.".startswith(f"{name}.")]
-    return names or [name for name in given if name.startswith(f"{where}.")] or [where]
+    if where in given:
+        return [where]
+    return [name for name in given if where.startswith(f"{name}.") or name.startswith(f"{where}.")] or [where]
 
 
-def _refusal(name: str, problem: Any, known: list[str]) -> str:
-    """Return a message for pydantic's error about the setting of this name."""
-    match problem["type"]:
-        case "extra_forbidden":
-            return f"unknown setting{nearest(name, known)}"
-        case "model_type":
-            example = next(setting for setting in known if setting.startswith(f"{name}."))
-            return f"{name} is a group; write, for example, --{example}=…"
-        case "string_type":
-            return "must be text: write it in quotes"
-        case "string_too_short":
-            return "is empty"
-        case "list_type":
-            return f"must be a list: write [{problem['input']}]"
+def _reason(name: str, problem: Any, known: list[str]) -> str:
+    """Return why pydantic refuses the setting of this name."""
+    if problem["type"] == "extra_forbidden":
+        return f"unknown setting{nearest(name, known)}"
+    if problem["type"] == "string_type":
+        return "must be text: write it in quotes"
     return str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
 
 
@@ -211,29 +179,16 @@ def setting_fields(
             yield prefix + name, field, marks
 
 
-def with_defaults(model: type[Settings], defaults: Values) -> type[Any]:
-    """Return a subclass of `model` with other defaults, by dotted name."""
-    fields: dict[str, Any] = {}
-    for name, value in _unflatten(defaults).items():
-        field: Any = copy(model.model_fields[name])
-        if isinstance(value, dict):
-            group = with_defaults(field.annotation, value)
-            fields[name] = group, group()
-        else:
-            field.default, field.validate_default = value, True
-            fields[name] = field.annotation, field
-    return create_model(model.__name__, __base__=model, **fields)
-
-
 def marked(model: type[Settings], mark: Change | str) -> set[str]:
     """Return the dotted names of the settings that have this mark, or whose group has it."""
     return {name for name, _, marks in setting_fields(model) if mark in marks}
 
 
-def help_lines(model: type[Settings]) -> Iterator[str]:
-    """Yield the settings as `--help` shows them: name, default, choices and documentation."""
+def help_lines(model: type[Settings], defaults: Values) -> Iterator[str]:
+    """Yield the settings as `--help` shows them: name, default, choices and documentation. `defaults` replace those of
+    the model."""
     for name, field, _ in setting_fields(model):
-        default = write_yaml(field.get_default(call_default_factory=True), is_in_one_line=True)
+        default = write_yaml(defaults.get(name, field.get_default()), is_in_one_line=True)
         is_choice = get_origin(field.annotation) is Literal
         choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" if is_choice else ""
         yield f"  --{name}={default.splitlines()[0]}{choices}"
@@ -243,9 +198,9 @@ def help_lines(model: type[Settings]) -> Iterator[str]:
 def nearest(name: str, names: list[str]) -> str:
     """Return `, did you mean …?` with the closest of `names`, compared as a whole or by its last part; empty if none is
     close."""
-    part, *last_parts = (re.split(r"/|\.(?!yaml)", each)[-1] for each in (name, *names))
+    part, *parts = (re.split(r"/|\.(?!yaml)", each)[-1] for each in (name, *names))
     close = difflib.get_close_matches(name, names, 1, 0.75)
-    close = close or [names[last_parts.index(p)] for p in difflib.get_close_matches(part, last_parts, 1, 0.7)]
+    close = close or [names[parts.index(found)] for found in difflib.get_close_matches(part, parts, 1, 0.7)]
     return f", did you mean {close[0]}?" if close else ""
 
 
@@ -259,7 +214,7 @@ def _read_file(file: str, mistakes: list[str]) -> Values:
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")
     else:
-        if isinstance(content, dict) and all(isinstance(key, str) for key in content):
+        if isinstance(content, dict):
             return content
         mistakes.append(f"--config={file}: must hold settings, one `name: value` per line")
     return {}
@@ -269,25 +224,15 @@ def read_yaml(text: str | bytes) -> Any:
     """Parse YAML 1.2, in which 010 is 10, and 1:30, yes and on are text.
 
     Raises:
-        YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, contains itself, or has
-            more than LARGEST_YAML characters.
+        YAMLError: the text is not YAML, repeats a key, has a value that does not fit its tag, contains itself, or
+            stands for more than MAX_VALUES.
     """
     with reraised_as(YAMLError, ""):
-        yaml: Any = YAML(typ="safe", pure=True)
-        if len(text) > LARGEST_YAML or _size(node := yaml.compose(text), {}) > LARGEST_YAML:
-            raise ValueError(f"has more than {LARGEST_YAML:,} characters, with each alias written out")
-        content = node and yaml.constructor.construct_document(node)
-        json.dumps(content, default=str)  # raises an error for what contains itself
+        content = YAML(typ="safe", pure=True).load(text)
+        parts = json.JSONEncoder(default=str).iterencode(content)  # an error for what contains itself
+        if any(number > MAX_VALUES for number, _ in enumerate(parts)):
+            raise ValueError(f"stands for more than {MAX_VALUES:,} values")
     return content
-
-
-def _size(node: Any, known: dict[Any, int]) -> int:
-    """Return about how many characters a node of YAML has, with each alias written out: nine lines may have 10^9."""
-    if node not in known:
-        known[node] = 0  # within itself
-        value = getattr(node, "value", node or "")  # a text, or nodes, or pairs of nodes
-        known[node] = len(value) if isinstance(value, str) else 1 + sum(_size(part, known) for part in value)
-    return known[node]
 
 
 def write_yaml(content: Any, is_in_one_line: bool = False) -> str:
@@ -300,11 +245,11 @@ def write_yaml(content: Any, is_in_one_line: bool = False) -> str:
     return stream.getvalue()
 
 
-def _read_value(text: str) -> Any:
-    """Return text as the YAML that it is, or as it is."""
+def read_value(value: Any) -> Any:
+    """Return text as the YAML that it is, or else as it is. What is empty or no text stays as it is."""
     with contextlib.suppress(YAMLError):
-        return read_yaml(text)
-    return text
+        return read_yaml(value) if value and isinstance(value, str) else value
+    return value
 
 
 def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -316,16 +261,16 @@ def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{name}", value
 
 
-def _unflatten(values: Mapping[str, Any]) -> Values:
+def nested(values: Values) -> Values:
+    """Return nested mappings of values by dotted name. A name within another value stays as it is."""
     tree: Values = {}
-    for name, value in values.items():
+    for name in sorted(values):
         *groups, last = name.split(".")
         branch = tree
         for group in groups:
             branch = branch.setdefault(group, {})
             if not isinstance(branch, dict):  # `--seed.x=1` beside `--seed=1`
+                branch, last = tree, name
                 break
-        else:
-            parts = branch.get(last)  # entries of the same mapping, set one by one before
-            branch[last] = {**parts, **value} if isinstance(parts, dict) and isinstance(value, dict) else value
+        branch[last] = values[name]
     return tree

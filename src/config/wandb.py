@@ -7,17 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from src.config.settings import Settings
+from src.config.settings import ResumeSafe, Settings
+from src.config.trackers import Tracker, TrackerSettings
 
 Keep = Literal["no", "reference", "copy"]
-RULES = {
-    "WANDB_MODE": ("online|offline|disabled|shared|run|dryrun", "online, offline or disabled"),
-    "WANDB_PROJECT": (r"[^/\\#?%:]{1,128}", "up to 128 characters, but none of / \\ # ? % :"),
-    "WANDB_TAGS": ("[^,]{1,64}(,[^,]{1,64})*", "tags of up to 64 characters, with a comma between two"),
-    "WANDB_RUN_ID": (r"[\w.-]{1,128}", "up to 128 letters, digits, dots, - and _"),  # which names artifacts
-    "WANDB_API_KEY": (r"\S+", "a key without spaces"),
-}
-"""What W&B takes for its environment variables: a regular expression, and in words."""
 
 
 class Wandb(Settings):
@@ -25,7 +18,7 @@ class Wandb(Settings):
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: WANDB_MODE or WANDB_DISABLED, else online if there are credentials, else offline."""
-    project: Annotated[str | None, Field(pattern=f"^{RULES['WANDB_PROJECT'][0]}$")] = None
+    project: Annotated[str | None, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = None
     """Project of the run; null: WANDB_PROJECT, else accelerate-template."""
     entity: str | None = None
     """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
@@ -51,14 +44,20 @@ class Wandb(Settings):
             return "disabled"
         return os.environ.get("WANDB_MODE") or "auto"
 
-    def environment_errors(self) -> Iterator[str]:
-        """Yield an error line for each variable that W&B would refuse. Unset those that are empty, which it would too,
-        and have it save the code unless one says otherwise."""
-        for name, value in [*os.environ.items()]:
-            if name.startswith("WANDB_") and not value:
-                del os.environ[name]
-            elif name in RULES and self.chosen_mode != "disabled":
-                pattern, words = RULES[name]
-                if not re.fullmatch(pattern, value):  # which is not shown, as it may be a secret
-                    yield f"{name} is set in the environment, but must be {words}"
-        os.environ.setdefault("WANDB_SAVE_CODE", "true")
+
+class WandbSettings(TrackerSettings):
+    """Logging to Weights & Biases, and its sweeps."""
+
+    trackers: ResumeSafe[list[Tracker]] = ["wandb"]
+    """Where to log besides metrics.jsonl: wandb, trackio, tensorboard."""
+    wandb: ResumeSafe[Wandb] = Wandb()
+
+    @property
+    def folder_name(self) -> str:
+        """Return run_name; in a sweep with the trial's id, as `wandb agent` repeats one command."""
+        return self.run_name + (f"-{os.environ.get('WANDB_RUN_ID')}" if "WANDB_SWEEP_ID" in os.environ else "")
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        if "WANDB_SWEEP_ID" in os.environ and not re.fullmatch(r"[\w.-]+", os.environ.get("WANDB_RUN_ID", "")):
+            yield "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it"

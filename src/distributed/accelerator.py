@@ -33,7 +33,7 @@ from src.config.errors import UserError, as_user_error, raise_if_any
 from src.distributed.cpu import tune_for_cpu
 from src.distributed.launcher import ParentLauncher, find_launcher, launch_errors, refuse_another_strategy
 from src.distributed.process import SIGNALS
-from src.tasks.base import ContextParallel
+from src.tasks.base import ContextParallel, Task
 
 for harmless in (
     "Slicing a flattened dim",  # Accelerate does, for HSDP
@@ -76,7 +76,7 @@ class RunSetup:
     """Why the actual setup differs from the yaml; None if it does not."""
 
 
-def build_accelerator(config: Config) -> tuple[Accelerator, RunSetup]:
+def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
     """Join the processes that the launcher started.
 
     Raises:

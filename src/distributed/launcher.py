@@ -4,8 +4,8 @@ Accelerate accepts a wrong yaml: it ignores misspelt FSDP keys, and on a machine
 is alone and trains a separate model. Here each of these ends the run with one line.
 """
 
-import ctypes
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,9 @@ from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
 from src.config.environment import LaunchEnv, launcher_words
-from src.config.errors import UserError, as_user_error
+from src.config.errors import UserError, as_user_error, cause
 from src.config.settings import nearest, read_yaml
+from src.tasks.base import Task
 
 SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of variables that only the launcher should set, from the yaml. Set in the shell, they change what the yaml
@@ -69,25 +70,18 @@ def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnv) -> None:
 
 
 def unusable_gpu() -> str | None:
-    """Return why torch can't use this machine's NVIDIA GPU; None if there is none, it is hidden, or its driver is new
-    enough."""
-    driver, built_for = ctypes.c_int(), torch.version.cuda
+    """Return why torch can't use this machine's NVIDIA GPU; None if there is none, or it is hidden."""
+    if torch.version.cuda is None and shutil.which("nvidia-smi"):
+        return f"this machine has an NVIDIA GPU, but torch {torch.__version__} is built without CUDA: install another"
     try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))  # such as 12080
-    except OSError:  # no driver
-        return None
-    is_new_enough = built_for and driver.value // 1000 >= int(built_for.partition(".")[0])  # minor versions mix
-    if is_new_enough or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return None
-    known = f"{driver.value // 1000}.{driver.value % 1000 // 10}"
-    return (
-        f"the driver of the NVIDIA GPU supports CUDA {known}, but this torch {torch.__version__} is built for "
-        f"{built_for or 'CPUs'}: install one for CUDA {known} or older, or update the driver"
-    )
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return cause(error) if "too old" in str(error) and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else None
+    return None
 
 
 def launch_errors(
-    launcher: ParentLauncher | None, config: Config, asked: LaunchEnv, on_cpu: bool, precision: str
+    launcher: ParentLauncher | None, config: Config[Task], asked: LaunchEnv, on_cpu: bool, precision: str
 ) -> Iterator[str]:
     """Yield one line per reason why the run would differ from what was asked for: variables that override the settings
     or, if there are none, what this machine's devices cannot run and what is wrong with the launcher and its yaml.

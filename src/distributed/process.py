@@ -23,7 +23,7 @@ from src.config.terminal import say, visible
 GRACE_SECONDS = 5.0
 """Seconds to wait before reporting an error that may only be a symptom of another process's failure: meanwhile, the
 launcher ends this process."""
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_VARIABLES = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}
 """Environment variables that only accelerate's and torch's launchers set, and always do."""
@@ -137,15 +137,14 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        remedy = "mount its disk for writing" if error.errno == errno.EROFS else "make room"
-        says = f"{error.filename or 'a file'} cannot be written, {error.strerror}: {remedy}"
+        says = f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space"
         sys.exit(visible(f"{program}: {says}, then run the same command again"))
     except RuntimeError as error:
         if re.search(COLLECTIVE_FAILED, str(error)):
             leave_it_to_others()
             if re.search(TIMED_OUT, str(error)):
-                message = f"{program}: process {rank} waited for timeout_minutes for another one, which hangs"
-                say(message, file=sys.stderr)
+                timed_out = "timed out (timeout_minutes) waiting for another process"
+                say(f"{program}: process {rank} {timed_out}", file=sys.stderr)
         raise
 
 

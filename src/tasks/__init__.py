@@ -1,26 +1,22 @@
-"""The tasks that `--task.name` selects from, and where they are defined. To add a task, add a line."""
+"""The tasks that `--task.name` selects from, and where they are defined. To add a task, add a line.
+
+A line names a Task; or its settings, if they stand in a file of their own that imports no torch, so that --help and
+mistakes are answered at once. Such settings name their Task in `task_class`.
+"""
 
 from pkgutil import resolve_name
 from typing import Any
 
 TASKS = {
-    "mnist": "src.tasks.mnist:Mnist",
-    "causal_lm": "src.tasks.text.causal_lm:CausalLM",  # room: text
-    "streamed_lm": "src.tasks.streaming.streamed_lm:StreamedLM",  # room: text+streaming
-    "text_classification": "src.tasks.text.text_classification:TextClassification",  # room: text
+    "mnist": "src.tasks.mnist_settings:MnistSettings",
+    "causal_lm": "src.tasks.text.settings:CausalLMSettings",  # room: text
+    "streamed_lm": "src.tasks.streaming.settings:StreamedLMSettings",  # room: text+streaming
+    "text_classification": "src.tasks.text.settings:TextClassificationSettings",  # room: text
     "dpo": "examples.dpo:Dpo",  # room: text+examples
     "token_classification": "examples.token_classification:TokenClassification",  # room: text+examples
     "image_classification": "examples.image_classification:ImageClassification",  # room: examples
     "tabular_regression": "examples.tabular_regression:TabularRegression",  # room: examples
 }
-SETTINGS = {
-    # a file of its own that imports no torch, which takes seconds: --help and mistakes are answered at once
-    "mnist": "src.tasks.mnist_settings:MnistSettings",
-    "causal_lm": "src.tasks.text.settings:CausalLMSettings",  # room: text
-    "streamed_lm": "src.tasks.streaming.settings:StreamedLMSettings",  # room: text+streaming
-    "text_classification": "src.tasks.text.settings:TextClassificationSettings",  # room: text
-}
-"""Where the settings of some tasks are defined, from which the tasks inherit."""
 
 
 def load_metric(name: str) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from src.config.errors import as_user_error
-from src.tasks.settings import TaskSettings
+from src.config.groups import TaskSettings
 
 
 class Examples(Protocol):

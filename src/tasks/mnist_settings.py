@@ -4,9 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from src.config.groups import Fraction
+from src.config.groups import Fraction, TaskSettings
 from src.config.settings import ResumeSafe
-from src.tasks.settings import TaskSettings
 
 
 class MnistSettings(TaskSettings):
@@ -26,4 +25,5 @@ class MnistSettings(TaskSettings):
     """Factor for the model's two dropout rates, 0.25 and 0.5; 0 turns them off."""
     label_smoothing: Fraction = 0.1
     """Fraction of the training target that is spread evenly over all ten digits; the evaluation loss has none."""
+    task_class: ClassVar[str] = "src.tasks.mnist:Mnist"
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy",)

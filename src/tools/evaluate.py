@@ -24,6 +24,7 @@ from src.config.settings import Settings, flatten, read_arguments, validate
 from src.config.terminal import say
 from src.distributed.accelerator import TUNERS
 from src.distributed.process import exit_codes
+from src.tasks.base import Task
 from src.training.evaluation import evaluate_on_one_process, metrics_of
 
 MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> None:
     say(f"predictions: {output}", file=sys.stderr)
 
 
-def _with_settings(config: Config, arguments: list[str]) -> Config:
+def _with_settings(config: Config[Task], arguments: list[str]) -> Config[Task]:
     """Return `config` with other settings of its task. Raise a UserError if they have mistakes (one per line) or would
     change the model."""
     mistakes: list[str] = []

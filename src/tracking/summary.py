@@ -2,14 +2,18 @@
 
 from typing import Any
 
+from src.config.config import Config
 from src.config.environment import processes
 from src.config.groups import Optim
+from src.config.settings import flatten
 from src.config.terminal import say
 from src.training.batches import epoch_order, epoch_seed
 from src.training.run import Run
 
 MAX_CHARACTERS = 4000
 """Most characters of an example that a dry run shows."""
+SHOWN = {"name", "lr", "schedule", "warmup_steps", "max_grad_norm", "weight_decay"}
+"""Settings of the optimizer in the startup summary."""
 
 
 def print_summary(run: Run, trackers: dict[str, str]) -> None:
@@ -27,7 +31,7 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
         "batch": f"{config.global_batch_size:,} = {config.forward_batch_size(run.data_size):,} per micro-batch x "
         f"{processes(run.world_size, run.cp_size)} x {config.gradient_accumulation_steps(run.data_size):,} accumulated",
         "optimized": ", ".join(run.metadata["optimizations"]),
-        "optimizer": _optimizer(config.optim),
+        "optimizer": _optimizer(config),
         "steps": f"{run.total_steps:,} = {run.total_steps / run.steps_per_epoch:.4g} epochs of {run.steps_per_epoch:,}",
         "output": str(config.folder),
         **trackers,
@@ -44,12 +48,12 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
     )
 
 
-def _optimizer(optim: Optim) -> str:
+def _optimizer(config: Config) -> str:
     """Return the settings of the optimizer that matter most, with * after each default."""
-    default = Optim()
+    own = config.task.run_defaults(dict(flatten(config.model_dump())))
+    defaults = {f"optim.{name}": value for name, value in Optim()} | own
     settings = (
-        f"{name}={getattr(optim, name)}{'*' * (getattr(optim, name) == getattr(default, name))}"
-        for name in ("name", "lr", "schedule", "warmup_steps", "max_grad_norm", "weight_decay")
+        f"{name}={value}{'*' * (value == defaults[f'optim.{name}'])}" for name, value in config.optim if name in SHOWN
     )
     return f"{', '.join(settings)}  (* the default)"
 

@@ -56,6 +56,9 @@ class WandbPart(Part):
     def start(self) -> None:
         """Start or, by its id, resume the run; offline if online fails."""
         logging.raiseExceptions = False  # W&B's log on a full disk: 30 lines for each record that cannot be written
+        for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]:
+            del os.environ[name]  # which W&B would refuse
+        os.environ.setdefault("WANDB_SAVE_CODE", "true")
         self._logged: set[Path] = set()  # checkpoints
         wandb = self._wandb = import_module("wandb")
         config = self._run.config

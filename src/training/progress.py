@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from src.config.config import Config, metric_errors
+from src.config.config import Config
 from src.config.errors import RunError, UserError
 from src.config.groups import EarlyStopping
 from src.distributed.accelerator import sum_dtype
@@ -240,7 +240,7 @@ class Progress:
     def missing_metrics(self, config: Config) -> list[str]:
         """Return an error line for each metric that the settings name but the evaluation after this step lacks."""
         # known only now if the task doesn't declare its metrics (Task.metric_names)
-        return metric_errors(config, self.evaluation) if self.step in self.evaluations else []
+        return config.metric_errors(self.evaluation) if self.step in self.evaluations else []
 
     def reject(self, missing_metrics: list[str]) -> NoReturn:
         """Raise a UserError that names the missing metric."""

@@ -36,7 +36,7 @@ from src.training.transforms import transform
 class Run:
     """Everything that fit, train_step, evaluate and the checks work on."""
 
-    config: Config
+    config: Config[Task]
     accelerator: Accelerator
     launch: RunSetup
     store: Any
@@ -148,7 +148,7 @@ class Run:
         return self.progress.step % self.config.log_every == 0
 
 
-def begin_task(config: Config, launch: RunSetup, resume: ResumePoint) -> Config:
+def begin_task(config: Config[Task], launch: RunSetup, resume: ResumePoint) -> Config[Task]:
     """Return the settings with the task of this run. Raise a UserError if it asks for what the device cannot do.
     Collective."""
     dtype = COMPUTE_DTYPES.get(launch.precision, torch.float32)
@@ -158,7 +158,7 @@ def begin_task(config: Config, launch: RunSetup, resume: ResumePoint) -> Config:
     return config.model_copy(update={"task": config.task.bind(state)})
 
 
-def build_data(config: Config, accelerator: Accelerator) -> tuple[Examples, Examples]:
+def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples, Examples]:
     """Return the training set and the evaluation set. Raise a UserError if the evaluation set has no targets, or the
     training set is empty or makes the schedule too short."""
     task = config.task
@@ -203,7 +203,7 @@ def on_device(config: Config, dataset: Examples, device: torch.device) -> Exampl
     return to(device) if to else dataset
 
 
-def prepare_model(config: Config, accelerator: Accelerator, launch: RunSetup) -> tuple[nn.Module, dict[str, Any]]:
+def prepare_model(config: Config[Task], accelerator: Accelerator, launch: RunSetup) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, ready to train (compiled, wrapped in DDP or sharded), and facts about it by name."""
     model, metadata, fill = new_model(config, accelerator.is_fsdp2)
     transform(model, config, accelerator)
@@ -230,7 +230,7 @@ def require_rows(run: Run) -> None:
         )
 
 
-def new_model(config: Config, is_sharded: bool = False) -> tuple[nn.Module, dict[str, Any], FillWeights | None]:
+def new_model(config: Config[Task], is_sharded: bool = False) -> tuple[nn.Module, dict[str, Any], FillWeights | None]:
     """Return the task's model, the same on all processes, facts about it and, if it has no weights yet, the function
     that fills them in once it is sharded. `is_sharded`: FSDP will shard it."""
     task = config.task

@@ -169,7 +169,7 @@ def test_whichever_exchange_times_out_first_the_one_that_is_waited_for_says_so(
             exchange.wait()
         said.append(str(error.value))
     assert "Application timeout caused pair closure" in said
-    hangs = "train.py: process 0 waited for timeout_minutes for another one, which hangs"
+    hangs = "train.py: process 0 timed out (timeout_minutes) waiting for another process"
     assert capsys.readouterr().err.splitlines() == [hangs] * len(exchanges)
 
 
@@ -181,7 +181,7 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) ->
     with Started("ddp", *TINY, "--timeout_minutes=0.05", folder=tmp_path / "run", before=before, **fault) as started:
         hung = started.wait_for("step      6/").ended(seconds=25)
     assert hung.exit_code != 0
-    assert hung.messages == ["train.py: process 0 waited for timeout_minutes for another one, which hangs"]
+    assert hung.messages == ["train.py: process 0 timed out (timeout_minutes) waiting for another process"]
     assert checkpoints(hung.folder) == [4]
 
 

@@ -1,6 +1,5 @@
 """Saves that fail don't end the run, and what is kept is what was asked for."""
 
-import errno
 import json
 import math
 import shutil
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from src.distributed.process import exit_codes
 from tests.faults.runs import (
     ALL,
     TINY,
@@ -84,8 +82,8 @@ def test_a_summary_that_cannot_be_written_leaves_the_run_unfinished(launch: Laun
     )
     run = launch("cpu", *TINY, before=full)
     assert run.exit_code == 1
-    says = "No space left on device: make room, then run the same command again"
-    assert run.messages == [f"train.py: {run.folder}/summary.json cannot be written, {says}"]
+    says = "(No space left on device): free some space, then run the same command again"
+    assert run.messages == [f"train.py: {run.folder}/summary.json cannot be written {says}"]
     assert run.status == {"status": "unfinished", "checkpoint": f"{run.folder}/checkpoints/step_00000014"}
     again = launch("cpu", *TINY, folder=run.folder).succeeded()
     assert (again.status, again.summary["step"]) == ({"status": "done", "step": 14}, 14)
@@ -148,16 +146,9 @@ def test_a_record_that_cannot_be_written_ends_the_run_in_one_line(launch: Launch
     run = with_small_files(launch, *TINY, kilobytes=4)
     assert run.exit_code == 1
     record = run.folder / "metrics.jsonl"
-    says = "File too large: make room, then run the same command again"
-    assert run.messages == [f"train.py: {record} cannot be written, {says}"]
+    says = "(File too large): free some space, then run the same command again"
+    assert run.messages == [f"train.py: {record} cannot be written {says}"]
     assert 'train.py", line' not in run.stderr
-
-
-def test_on_a_disk_that_is_read_only_no_room_is_asked_for() -> None:
-    with pytest.raises(SystemExit) as end, exit_codes():
-        raise OSError(errno.EROFS, "so it is", "/runs/x")
-    says = "so it is: mount its disk for writing, then run the same command again"
-    assert end.value.code == f"train.py: /runs/x cannot be written, {says}"
 
 
 @pytest.mark.slow
@@ -168,7 +159,7 @@ def test_a_save_in_which_a_process_hangs_ends_the_run(tmp_path: Path) -> None:
     with Started("ddp", *TINY, "--timeout_minutes=0.1", folder=tmp_path / "run", **fault) as started:
         stuck = started.ended()
     assert stuck.exit_code != 0
-    assert "process 0 waited for timeout_minutes for another one, which hangs" in stuck.messages[0]
+    assert "process 0 timed out (timeout_minutes) waiting for another process" in stuck.messages[0]
     assert checkpoints(stuck.folder) == [4]
 
 

@@ -1,7 +1,7 @@
 """The settings of streamed and mixed language modelling. Checking them takes neither torch nor transformers."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -20,6 +20,8 @@ class MixtureSource(Settings):
 
 class StreamedLMSettings(CausalLMSettings):
     """Settings of next-token prediction on rows that are tokenized during training."""
+
+    task_class: ClassVar[str] = "src.tasks.streaming.streamed_lm:StreamedLM"
 
     name: Literal["streamed_lm"] = "streamed_lm"  # type: ignore[assignment]
     """The task to train."""

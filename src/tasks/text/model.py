@@ -39,8 +39,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import align_special_tokens
 
 from src.config.errors import UserError, as_user_error, cause, listed, raise_if_any
-from src.config.requirements import missing_requirements
 from src.config.settings import nearest
+from src.requirements import missing_requirements
 from src.tasks.base import Cards, FillWeights, TaskState, Tensors
 from src.tasks.text.chats import ends_of_turn
 from src.tasks.text.files import loading

@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from src.config.groups import Fraction
+from src.config.groups import Fraction, TaskSettings
 from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings, Values, read_yaml
-from src.tasks.settings import TaskSettings
 from src.tasks.text.listing import KINDS, path_error
 
 DEFAULTS: dict[str, Values] = read_yaml(Path(__file__).with_name("defaults.yaml").read_bytes())
@@ -159,6 +158,7 @@ class CausalLMSettings(DecoderSettings):
     attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
     """How packed documents are kept apart. sdpa: by a mask. auto: by torch's varlen kernel, which needs no mask, in
     half precision on a GPU if the model supports it; otherwise by a mask."""
+    task_class: ClassVar[str] = "src.tasks.text.causal_lm:CausalLM"
     metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
 
 
@@ -176,6 +176,7 @@ class TextClassificationSettings(TextSettings):
     are all that exist."""
     sequence_length: PositiveInt = 256
     """Maximum number of tokens that the model sees. Longer texts are truncated."""
+    task_class: ClassVar[str] = "src.tasks.text.text_classification:TextClassification"
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
 
     def validation_errors(self) -> Iterator[str]:

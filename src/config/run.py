@@ -1,0 +1,155 @@
+"""The settings that every run has."""
+
+import math
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from huggingface_hub import constants, get_token
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from src.config.environment import LaunchEnv, processes
+from src.config.groups import Checkpoint, EarlyStopping, Optim, TaskSettings
+from src.config.settings import Downloadable, Length, ResumeSafe, SafeReopens, Settings, nearest
+from src.config.terminal import BIN
+
+
+class RunSettings(Settings):
+    """Settings that every run has."""
+
+    run_name: ResumeSafe[str] = ""
+    """Name of the run and of its folders, such as chat or group/chat; empty: the task's name."""
+    output_dir: ResumeSafe[Annotated[str, Field(min_length=1)]] = "runs/{run_name}"
+    """Output folder of the run."""
+    seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
+    """Seed of initial weights, data order, augmentation and dropout."""
+    epochs: Length[PositiveInt | None] = 10
+    """Passes over the training data; the learning-rate schedule spans them."""
+    max_steps: Length[PositiveInt | None] = None
+    """Optimizer steps, overriding epochs. If fewer, the same curve is cut short; if more, the schedule stretches."""
+    global_batch_size: PositiveInt = 64
+    """Examples per optimizer step, over all processes and accumulated micro-batches."""
+    micro_batch_size: ResumeSafe[PositiveInt | None] = None
+    """Examples per forward pass of each process; null: global_batch_size / processes, without accumulation."""
+    activation_checkpointing: ResumeSafe[bool] = False
+    """Recompute activations in the backward pass instead of storing them: less memory, about 33% slower."""
+    compile: ResumeSafe[bool] = False
+    """Compile the model, a transformer block by block. The first steps take about a minute longer."""
+    cuda_graphs: ResumeSafe[bool] = False
+    """Replay each step as a CUDA graph: for small models on one NVIDIA GPU."""
+    fsdp_reduce_each_micro_batch: ResumeSafe[bool] = True
+    """Under FSDP, reduce gradients after each micro-batch; false: only after the last, which communicates less but
+    holds full fp32 gradients on each rank."""
+    ddp_comm_hook: ResumeSafe[Literal["bf16", "fp16"] | None] = None
+    """Dtype that DDP all-reduces gradients in, to spare slow networks; null: their own."""
+    num_workers: ResumeSafe[NonNegativeInt] = 0
+    """Data-loading workers per process; 0: load in the process itself."""
+    profile_steps: ResumeSafe[str | None] = None
+    """First and last step to profile, such as 10:15, into output_dir/profile; null: none."""
+    log_every: ResumeSafe[PositiveInt] = 50
+    """Steps between logs of the training metrics."""
+    eval_every: ResumeSafe[PositiveInt | None] = None
+    """Steps between evaluations; null: one per epoch. There is always one after the last step."""
+    save_every: ResumeSafe[PositiveInt] = 500
+    """Steps between checkpoints. There is always one after the last step."""
+    resume: ResumeSafe[Downloadable[str]] = "auto"
+    """auto: resume from the newest valid checkpoint in output_dir, if there is one; never: refuse an output_dir that
+    holds a run; or start from any checkpoint, given as its folder or as wandb:entity/project/name:alias."""
+    max_hours: ResumeSafe[PositiveFloat | None] = None
+    """Save and stop after this many hours, so that the run can be resumed; null: no limit."""
+    max_bad_steps: ResumeSafe[PositiveInt] = 10
+    """Fail after this many consecutive non-finite steps."""
+    timeout_minutes: ResumeSafe[PositiveFloat] = 30.0
+    """Collective timeout, in minutes. The run fails if a process hangs for longer."""
+    dry_run: ResumeSafe[bool] = False
+    """Do everything up to the first step, write nothing, and print what the run would do; `--dry-run` is enough."""
+    push_to_hub: SafeReopens[str | None] = None
+    """Hub repository, USER/NAME, to upload the model to at the end; private if new; null: none."""
+    task: TaskSettings
+    """Settings of the task chosen by `task.name`."""
+    optim: Optim = Optim()
+    checkpoint: ResumeSafe[Checkpoint] = Checkpoint()
+    early_stopping: SafeReopens[EarlyStopping] = EarlyStopping()
+
+    @property
+    def folder_name(self) -> str:
+        """Return what {run_name} stands for."""
+        return self.run_name
+
+    @property
+    def folder(self) -> Path:
+        """Return output_dir with run_name filled in."""
+        return Path(self.output_dir.replace("{run_name}", self.folder_name))
+
+    @property
+    def mode(self) -> str:
+        """Return what to do: `train`, or a mode of src/parts.py that is asked for instead."""
+        return "dry_run" if self.dry_run else "train"
+
+    @property
+    def saves(self) -> bool:
+        """Return whether the run trains, logs metrics and saves checkpoints."""
+        return self.mode == "train"
+
+    def steps_per_epoch(self, examples: int) -> int:
+        """Return the optimizer steps per epoch, including one for a smaller last batch."""
+        return math.ceil(examples / self.global_batch_size)
+
+    def total_steps(self, examples: int) -> int:
+        """Return the optimizer steps to take, with this many examples per epoch."""
+        return self.max_steps or self.schedule_steps(examples)
+
+    def schedule_steps(self, examples: int) -> int:
+        """Return the optimizer steps that the learning-rate schedule spans, with this many examples per epoch."""
+        return max(self.max_steps or 0, (self.epochs or 0) * self.steps_per_epoch(examples))
+
+    def forward_batch_size(self, data_size: int) -> int:
+        """Return the examples per forward pass of a process, with the data split over `data_size` processes."""
+        return self.micro_batch_size or self.global_batch_size // data_size
+
+    def gradient_accumulation_steps(self, data_size: int) -> int:
+        """Return the micro-batches per optimizer step, with the data split over `data_size` processes."""
+        return self.global_batch_size // (self.forward_batch_size(data_size) * data_size)
+
+    def validation_errors(self) -> Iterator[str]:
+        yield from super().validation_errors()
+        yield from self._batch_errors()
+        if not (self.epochs or self.max_steps):
+            yield "epochs and max_steps are both null: set one of them"
+        if self.dry_run and self.mode != "dry_run":
+            yield f"--dry-run and --{self.mode} cannot be combined"
+        profiled = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile_steps or "1:1")
+        if not profiled or int(profiled[1]) > int(profiled[2]):
+            yield f"profile_steps={self.profile_steps}: name the first and the last step, such as 10:15"
+        yield from self.optim.decay_errors(math.inf if self.epochs else self.max_steps or math.inf)
+        if repository := self.push_to_hub:
+            if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+                yield f"push_to_hub={repository}: must be USER/NAME"
+            elif constants.HF_HUB_OFFLINE:
+                yield f"push_to_hub={repository}: HF_HUB_OFFLINE is set; unset it, or remove push_to_hub"
+            elif get_token() is None:
+                yield f"push_to_hub={repository}: no credentials; run `{BIN}hf auth login`"
+        if self.task.metric_names is not None:
+            yield from self.metric_errors([f"eval/{name}" for name in ("loss", "examples", *self.task.metric_names)])
+
+    def _batch_errors(self) -> Iterator[str]:
+        size, micro, launch = self.global_batch_size, self.micro_batch_size, LaunchEnv()
+        unit = (micro or 1) * max(1, launch.world_size // launch.cp_size)
+        if size % unit:
+            split_over = processes(launch.world_size, launch.cp_size)
+            product = f"{micro} (micro_batch_size) x {split_over} = {unit}" if micro else split_over
+            below = size // unit * unit
+            sizes = f"{below} or {below + unit}".removeprefix("0 or ")
+            yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
+
+    def metric_errors(self, names: Collection[str]) -> list[str]:
+        """Return an error line for each metric in the settings that is not among the `names` of an evaluation's
+        results."""
+        chosen = {"checkpoint": self.checkpoint.metric, "early_stopping": self.early_stopping.metric}
+        known = ", ".join(names)
+        return [
+            f"{setting}.metric={name}: the evaluation has no such metric{nearest(name, list(names))} ({known})"
+            for setting, name in chosen.items()
+            if name is not None and name not in names
+        ]

@@ -1,0 +1,18 @@
+"""The setting that chooses trackers."""
+
+from typing import Literal
+
+from src.config.run import RunSettings
+from src.config.settings import ResumeSafe
+
+Tracker = Literal[
+    "wandb",  # room: wandb
+    "trackio", "tensorboard",  # room: trackers
+]  # fmt: skip
+
+
+class TrackerSettings(RunSettings):
+    """Where to log the run."""
+
+    trackers: ResumeSafe[list[Tracker]] = []
+    """Where to log besides metrics.jsonl: wandb, trackio, tensorboard."""

@@ -1,0 +1,50 @@
+"""Check that what requirements.txt and pyproject.toml ask for is installed, before any library is imported.
+
+Python 3.8 can still run this file, to be told which version is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1]
+
+
+def missing_requirements(extra: str = "") -> list[str]:
+    """Return a line about everything that is missing or else one for each library of the wrong version, by the bounds
+    in requirements.txt or those of an extra in pyproject.toml, such as `text`."""
+    bin_folder, here = PROJECT / ".venv/bin", os.path.dirname(sys.executable)
+    remedy = f"run `make setup` or, in an environment of your own, {sys.executable} -m pip install -e '{PROJECT}"
+    remedy += f"[{extra}]'" if extra else "'"
+    if (bin_folder / "activate").exists() and not bin_folder.samefile(here):
+        remedy = f"run `. {os.path.relpath(bin_folder)}/activate` first, as this is {sys.executable}"
+    if sys.version_info < (3, 11):  # noqa: UP036  # older ones get here
+        return [f"Python 3.11 or newer is needed, and this is {sys.version.split()[0]}: {remedy}"]
+
+    file = PROJECT / ("pyproject.toml" if extra else "requirements.txt")
+    if not file.exists():  # a copy with its own way of installing
+        return []
+    text = file.read_text(encoding="utf-8")
+    if extra:
+        text = "\n".join(import_module("tomllib").loads(text)["project"]["optional-dependencies"][extra])
+    bounds = re.findall(r"(?m)^(([\w.-]+)[^#\n]*)", text)
+    missing = [name for _, name in bounds if not any(metadata.distributions(name=name))]
+    if missing:
+        return [f"not installed: {', '.join(missing)}: {remedy}"]
+    return [
+        f"{one.name} {version} is installed, and {one} is needed: {remedy}"
+        for one in [import_module("packaging.requirements").Requirement(bound) for bound, _ in bounds]
+        if not one.specifier.contains(version := metadata.version(one.name), prereleases=True)
+    ]
+
+
+def require_installed() -> None:
+    """Exit with code 2 if something is missing; the first process on each machine says what."""
+    if lines := missing_requirements():
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("\n".join(lines), file=sys.stderr)
+        sys.exit(2)
