@@ -794,6 +794,12 @@ def test_other_names_are_allowed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             assert config.folder == Path("runs", name)
 
 
+@pytest.mark.parametrize("name", ["../elsewhere", "a/../../b", "/etc/x", "a\x1b[2J", "a\u202eb"])
+def test_a_name_that_leaves_its_folder_or_controls_a_terminal_is_refused(name: str) -> None:
+    (line,) = mistakes(f"--run_name={name}")
+    assert "leads out of its folder, or has control characters" in line
+
+
 def test_a_trial_s_id_that_leaves_the_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where W&B, which has rules of its own for it, is off. Tried without: the folder is outside of runs."""
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import time
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +15,6 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trackio.sqlite_storage import SQLiteStorage
 
-from src.config import terminal
 from src.tracking import part as parts
 from src.tracking.part import Guarded, Part, Parts
 from src.training.progress import Progress
@@ -197,16 +195,25 @@ def test_it_has_the_model_and_the_checkpoints_as_artifacts(recorded: Run, sessio
     assert max(path.stat().st_size for path in kept if path.is_file()) < 1_000_000  # of a model of 5 MB
 
 
-NO_ARTIFACT = "resume=wandb:me/digits/checkpoint-x:best: cannot be downloaded, "  # room: wandb
-FROM_ARTIFACT = ("--task.source=digits", "--resume=wandb:me/digits/checkpoint-x:best")  # room: wandb
+REFUSED = "is set in the environment, but must be "  # room: wandb
 
 
-def test_what_wandb_would_refuse_is_refused_first() -> None:  # room: wandb
+def test_what_wandb_would_refuse_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
     """By the rules in its own settings. Tried without: the run is trained, and its log lost."""
     assert mistakes("--task.source=digits", "--wandb.project=a/b", f"--wandb.tags=[{'x' * 65}]") == [
         "--wandb.project=a/b: String should match pattern '^[^/\\\\#?%:]{1,128}$'",
         f"--wandb.tags=[{'x' * 65}]: String should have at most 64 characters",
     ]
+    for name, value in {"PROJECT": "a/b", "TAGS": f"a,{'x' * 65}", "API_KEY": f"{'x' * 40}\n", "RUN_ID": "a/b"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(f"WANDB_{name}", value)
+            (line,) = mistakes("--task.source=digits")
+            assert line.startswith(f"WANDB_{name} {REFUSED}")
+            assert value not in line  # keys are secret
+            assert run_settings(["--task.source=digits", "--wandb.mode=disabled"])
+            settings = import_module("wandb").Settings()
+            with pytest.raises(Exception, match="(?i)project|tag|key|run id|run_id"):
+                settings.update_from_env_vars({f"WANDB_{name}": value})
 
 
 def test_wandbs_own_variables(launch: Launch) -> None:  # room: wandb
@@ -290,62 +297,6 @@ def test_a_full_disk_under_wandbs_own_log_is_silent(launch: Launch) -> None:  # 
     )
     run = launch("cpu", "--max_steps=1", wandb="offline", before=full).succeeded()
     assert run.stderr == ""
-
-
-def test_a_run_from_an_artifact(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
-    """The alias becomes a version. Tried without looking for it: it is downloaded a second time."""
-    monkeypatch.chdir(tmp_path)
-    source = whole("cpu", "--max_steps=4").folder / "checkpoints" / "step_00000004"
-    downloads: list[str] = []
-
-    def download(root: str) -> None:
-        downloads.append(root)
-        shutil.copytree(source, root, dirs_exist_ok=True)
-
-    monkeypatch.setattr("wandb.login", lambda **_: True)
-    api = Mock()
-    api.artifact.side_effect = lambda name: Mock(qualified_name=name.replace(":best", ":v3"), download=download)
-    monkeypatch.setattr("wandb.Api", lambda: api)
-    for _ in range(2):
-        config = run_settings([*FROM_ARTIFACT, "--max_steps=8"])
-        assert config.resume == "artifacts/me/digits/checkpoint-x:v3"
-    assert len(downloads) == 1
-
-
-def test_an_artifact_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # room: wandb
-    """Without credentials, a network, or such an artifact: one line."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("wandb.login", lambda **_: False)
-    assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}no credentials: `{terminal.BIN}wandb login` first"]
-    monkeypatch.setattr("wandb.login", lambda **_: True)
-    monkeypatch.setattr("wandb.Api", Mock(side_effect=ValueError("Unable to fetch\nan artifact")))
-    assert mistakes(*FROM_ARTIFACT) == [f"{NO_ARTIFACT}Unable to fetch an artifact"]
-    monkeypatch.setattr("wandb.login", None)  # not called beside other mistakes
-    assert mistakes(*FROM_ARTIFACT, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]
-
-
-def test_a_model_from_an_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb+text
-    """As docs/tracking.md has it. Tried without: "no such folder"."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    monkeypatch.setattr("wandb.login", lambda **_: True)
-    artifact = Mock(
-        qualified_name="me/digits/model:v1", download=lambda root: Path(root).mkdir(parents=True, exist_ok=True)
-    )
-    monkeypatch.setattr("wandb.Api", lambda: Mock(artifact=lambda _: artifact))
-    words = ["--task.name=causal_lm", "--task.dataset=rows.jsonl", "--task.model=wandb:me/digits/model:latest"]
-    assert run_settings(words).task.model == "artifacts/me/digits/model:v1"
-    assert mistakes(*words, "--sed=1") == ["--sed=1: unknown setting, did you mean seed?"]
-
-
-def test_other_settings_may_be_called_wandb(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
-    """Tried with any setting that begins with a scheme: it is downloaded."""
-    monkeypatch.setattr("wandb.login", None)
-    words = ("--task.source=digits", "--wandb.project=wandb")
-    assert [run_settings([*words, f"--run_name={name}"]).run_name for name in ("wandb", "wandb:a")] == [
-        "wandb",
-        "wandb:a",
-    ]
 
 
 @pytest.mark.parametrize("file", sorted((PROJECT / "sweeps").glob("*.yaml")), ids=lambda file: file.name)

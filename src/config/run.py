@@ -11,8 +11,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from src.config.environment import LaunchEnv, processes
 from src.config.groups import Checkpoint, EarlyStopping, Optim, TaskSettings
-from src.config.settings import Downloadable, Length, ResumeSafe, SafeReopens, Settings, nearest
-from src.config.terminal import BIN
+from src.config.settings import Length, ResumeSafe, SafeReopens, Settings, nearest
+from src.config.terminal import BIN, CONTROL
 
 
 class RunSettings(Settings):
@@ -53,9 +53,9 @@ class RunSettings(Settings):
     """Steps between evaluations; null: one per epoch. There is always one after the last step."""
     save_every: ResumeSafe[PositiveInt] = 500
     """Steps between checkpoints. There is always one after the last step."""
-    resume: ResumeSafe[Downloadable[str]] = "auto"
+    resume: ResumeSafe[str] = "auto"
     """auto: resume from the newest valid checkpoint in output_dir, if there is one; never: refuse an output_dir that
-    holds a run; or start from any checkpoint, given as its folder or as wandb:entity/project/name:alias."""
+    holds a run; or start from any checkpoint, given as its folder."""
     max_hours: ResumeSafe[PositiveFloat | None] = None
     """Save and stop after this many hours, so that the run can be resumed; null: no limit."""
     max_bad_steps: ResumeSafe[PositiveInt] = 10
@@ -115,6 +115,8 @@ class RunSettings(Settings):
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
         yield from self._batch_errors()
+        if re.search(rf"^/|(^|/)\.\.(/|$)|{CONTROL}", self.run_name):
+            yield f"run_name={self.run_name}: leads out of its folder, or has control characters"
         if not (self.epochs or self.max_steps):
             yield "epochs and max_steps are both null: set one of them"
         if self.dry_run and self.mode != "dry_run":

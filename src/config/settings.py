@@ -37,10 +37,6 @@ ResumeSafe = Annotated[T, Change.SAFE]
 Length = Annotated[T, Change.LENGTH, Change.REOPENS]
 Reopens = Annotated[T, Change.REOPENS]
 SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
-DOWNLOADABLE = "downloadable"
-Downloadable = Annotated[T, DOWNLOADABLE]
-"""A setting that may be SCHEME:NAME, to download, instead of a folder."""
-
 MAX_VALUES = 100_000
 """Values that a yaml may have: nine lines of aliases can stand for 10^9."""
 TEXT = (str, str | None)
@@ -179,7 +175,7 @@ def setting_fields(
             yield prefix + name, field, marks
 
 
-def marked(model: type[Settings], mark: Change | str) -> set[str]:
+def marked(model: type[Settings], mark: Change) -> set[str]:
     """Return the dotted names of the settings that have this mark, or whose group has it."""
     return {name for name, _, marks in setting_fields(model) if mark in marks}
 

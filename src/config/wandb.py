@@ -11,6 +11,14 @@ from src.config.settings import ResumeSafe, Settings
 from src.config.trackers import Tracker, TrackerSettings
 
 Keep = Literal["no", "reference", "copy"]
+RULES = {
+    "WANDB_MODE": ("online|offline|disabled|shared|run|dryrun", "online, offline or disabled"),
+    "WANDB_PROJECT": (r"[^/\\#?%:]{1,128}", "up to 128 characters, but none of / \\ # ? % :"),
+    "WANDB_TAGS": ("[^,]{1,64}(,[^,]{1,64})*", "tags of up to 64 characters, with a comma between two"),
+    "WANDB_RUN_ID": (r"[\w.-]{1,128}", "up to 128 letters, digits, dots, - and _"),  # which names artifacts
+    "WANDB_API_KEY": (r"\S+", "a key without spaces"),
+}
+"""What W&B takes for its environment variables: a regular expression, and in words."""
 
 
 class Wandb(Settings):
@@ -18,7 +26,7 @@ class Wandb(Settings):
 
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: WANDB_MODE or WANDB_DISABLED, else online if there are credentials, else offline."""
-    project: Annotated[str | None, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = None
+    project: Annotated[str | None, Field(pattern=f"^{RULES['WANDB_PROJECT'][0]}$")] = None
     """Project of the run; null: WANDB_PROJECT, else accelerate-template."""
     entity: str | None = None
     """User or team that owns the project; null: WANDB_ENTITY, else the account's default."""
@@ -59,5 +67,10 @@ class WandbSettings(TrackerSettings):
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
+        if "wandb" in self.trackers and self.wandb.chosen_mode != "disabled":
+            for name, (pattern, words) in RULES.items():
+                value = os.environ.get(name)
+                if value and not re.fullmatch(pattern, value):  # which is not shown, as it may be a secret
+                    yield f"{name} is set in the environment, but must be {words}"
         if "WANDB_SWEEP_ID" in os.environ and not re.fullmatch(r"[\w.-]+", os.environ.get("WANDB_RUN_ID", "")):
             yield "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it"

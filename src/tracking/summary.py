@@ -12,7 +12,7 @@ from src.training.run import Run
 
 MAX_CHARACTERS = 4000
 """Most characters of an example that a dry run shows."""
-SHOWN = {"name", "lr", "schedule", "warmup_steps", "max_grad_norm", "weight_decay"}
+SHOWN = "name", "lr", "schedule", "warmup_steps", "max_grad_norm", "weight_decay"
 """Settings of the optimizer in the startup summary."""
 
 
@@ -51,10 +51,8 @@ def print_summary(run: Run, trackers: dict[str, str]) -> None:
 def _optimizer(config: Config) -> str:
     """Return the settings of the optimizer that matter most, with * after each default."""
     own = config.task.run_defaults(dict(flatten(config.model_dump())))
-    defaults = {f"optim.{name}": value for name, value in Optim()} | own
-    settings = (
-        f"{name}={value}{'*' * (value == defaults[f'optim.{name}'])}" for name, value in config.optim if name in SHOWN
-    )
+    values, defaults = dict(config.optim), {f"optim.{name}": value for name, value in Optim()} | own
+    settings = (f"{name}={values[name]}{'*' * (values[name] == defaults[f'optim.{name}'])}" for name in SHOWN)
     return f"{', '.join(settings)}  (* the default)"
 
 

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from filelock import FileLock
 from PIL import Image
 
-from src.checkpoint.export import replacing
 from src.checkpoint.files import list_checkpoints, step_of
 from src.config.settings import write_yaml
 from src.config.terminal import BIN
@@ -27,22 +25,6 @@ from src.tasks.base import PICTURE
 from src.tracking.part import Entry, Part, Tables
 
 logging.getLogger("opentelemetry.sdk").setLevel(logging.ERROR)  # W&B shuts it down twice on Python 3.14
-
-
-def download_artifact(name: str) -> Path:
-    """Download an artifact, entity/project/name:alias, into artifacts/, and return its folder. One process of each
-    machine downloads it, and the others wait. Raise W&B's error if that fails."""
-    wandb = import_module("wandb")
-    if not wandb.login(prompt=False, verify=False):
-        raise ValueError(f"no credentials: `{BIN}wandb login` first")
-    artifact = wandb.Api().artifact(name)
-    folder = Path("artifacts", artifact.qualified_name)  # with a version, not an alias
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            with replacing(folder) as unfinished:
-                artifact.download(root=str(unfinished))
-    return folder
 
 
 class WandbPart(Part):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from src.config.groups import Fraction, TaskSettings
-from src.config.settings import Downloadable, ResumeSafe, SafeReopens, Settings, Values, read_yaml
+from src.config.settings import ResumeSafe, SafeReopens, Settings, Values, read_yaml
 from src.tasks.text.listing import KINDS, path_error
 
 DEFAULTS: dict[str, Values] = read_yaml(Path(__file__).with_name("defaults.yaml").read_bytes())
@@ -61,8 +61,8 @@ class TextSettings(TaskSettings):
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do with rows that cannot be read, whose text or label is missing or of the wrong type, or whose chat the
     template cannot write. refuse: name the first and stop; skip: leave them out and count them."""
-    model: Downloadable[str | None] = None
-    """A model on the Hub, a local folder, or wandb:entity/project/name:alias, to start from. Weights are loaded as
+    model: str | None = None
+    """A model on the Hub, or a local folder, to start from. Weights are loaded as
     fp32; its code is never run."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
