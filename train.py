@@ -97,11 +97,16 @@ def fit(run: Run) -> bool:
     config, progress = run.config, run.progress
     performance = Performance(run)
     # parts are W&B, the report and other optional code that follows the run
-    with start_parts(run) as parts, Tracker(run, parts.where) as tracker:
+    with (
+        open_store(run.accelerator, config) as store,
+        explaining_lost_machine(run, store),
+        start_parts(run) as parts,
+        Tracker(run, parts.where) as tracker,
+    ):
         gc.collect()  # what building the run has left, which the next line would keep
         collect_only_new_objects()
         stop = StopSignal(run.accelerator, config)
-        checkpoints = CheckpointWriter(run, tracker.tell)
+        checkpoints = CheckpointWriter(run, store, tracker.tell)
         steps = CountedSteps(training_steps(run, progress.step), stop)
         take_step = CapturedStep(run, train_step) if config.cuda_graphs else train_step
         is_stopping = False
@@ -124,7 +129,7 @@ def fit(run: Run) -> bool:
             # a checkpoint always holds the evaluation of its step: evaluate first, save second
             if progress.step and (is_ending or run.is_save_due()):
                 progress.tick()
-                checkpoints.save(tracker.state() | {"run_id": parts.run_id})
+                checkpoints.save(tracker.sync(), parts.run_id)
             if missing_metrics:
                 checkpoints.close()
                 progress.reject(missing_metrics)
@@ -153,7 +158,7 @@ def fit(run: Run) -> bool:
         checkpoints.close()
         if not is_stopping:
             with explaining_memory("export", run):
-                evaluated = export_model(run, tracker.tell)
+                evaluated = export_model(run, store, tracker.tell)
             parts.end(tracker.write_summary(evaluated, checkpoints.pause_seconds))
     return not is_stopping
 
@@ -164,8 +169,8 @@ def build(config: Config) -> Run | None:
     run in this output folder has already finished."""
     # ------------------------------------------------------------------- processes, and what the run resumes from
     accelerator, launch = build_accelerator(config)
-    store = open_store(accelerator, config)
-    resume = find_checkpoint(accelerator, config, store)
+    with open_store(accelerator, config) as store:
+        resume = find_checkpoint(config, store)
     if resume.is_finished:
         accelerator.print(f"{config.folder}: this run has finished; {resume.progress.end_note(config.early_stopping)}")
         shut_down(accelerator)
@@ -186,7 +191,6 @@ def build(config: Config) -> Run | None:
         config=config,
         accelerator=accelerator,
         launch=launch,
-        store=store,
         resume=resume,
         model=model,
         optimizers=optimizers,
@@ -216,7 +220,7 @@ def main() -> None:
         if not is_right:
             raise SystemExit(1)
         return
-    with explaining_memory("step", run), explaining_lost_machine(run):
+    with explaining_memory("step", run):
         is_done = fit(run)
     shut_down(run.accelerator)
     if is_done and config.push_to_hub and run.is_main:

@@ -5,11 +5,12 @@ docs/make-it-yours.md says what each part does and how to leave it out. To log r
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from accelerate import Accelerator
 
 from src.check import run_checks
-from src.checkpoint.mirror import Mirror
+from src.checkpoint.mirror import mirrored
 from src.checkpoint.store import Store
 from src.config.config import Config
 from src.distributed.machines import join
@@ -47,8 +48,8 @@ def start_parts(run: Run) -> Parts:
     return Parts(run, PARTS)
 
 
-def open_store(accelerator: Accelerator, config: Config) -> Store:
-    """Return the store of the run's checkpoints. Collective."""
+def open_store(accelerator: Accelerator, config: Config) -> AbstractContextManager[Store]:
+    """Open the store of the run's checkpoints. Collective."""
     if config.checkpoint.mirror and config.saves:  # room: machines
-        return Store(config, Mirror(accelerator, config))
-    return Store(config)
+        return mirrored(accelerator, config)
+    return nullcontext(Store(accelerator, config))
