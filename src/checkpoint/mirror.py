@@ -40,7 +40,8 @@ class MirroredStore(Store):
         """Find out whether the machines share a disk. Raise a UserError if the mirror is not writable. Collective."""
         super().__init__(accelerator, config)
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{config.folder_name}"
-        self._copier = ThreadPool(1)  # does not keep the process from ending, even if it hangs
+        self.copier = ThreadPool(1)
+        """The copying thread. It does not keep the process from ending, even if it hangs."""
         self._copying: Path | None = None
         self._accepted = Callback()
         """Counts the files, or parts of files, that the mirror has accepted."""
@@ -109,7 +110,7 @@ class MirroredStore(Store):
     def rotate(self, evaluations: Evaluations) -> None:
         """Do so. Copy the newest once the current copy is done, unless a newer one has been published by then."""
         for newest in super().checkpoints()[:1]:
-            self._copier.apply_async(self._copy, [newest])
+            self.copier.apply_async(self._copy, [newest])
         super().rotate(evaluations)
 
     def kept(self, checkpoints: list[Path], evaluations: Evaluations) -> list[Path]:
@@ -119,7 +120,7 @@ class MirroredStore(Store):
         """Copy these files of a checkpoint, after what is being copied, and wait for that. Raise a RunError if the
         mirror accepts nothing for half of timeout_minutes; the copies then continue unattended."""
         minutes, accepted = self.config.timeout_minutes, None
-        copies = self._copier.apply_async(self._put, (folder, *names))
+        copies = self.copier.apply_async(self._put, (folder, *names))
         while accepted != self._accepted.value:
             accepted = self._accepted.value
             with contextlib.suppress(multiprocessing.TimeoutError):
@@ -163,9 +164,9 @@ class MirroredStore(Store):
 def mirrored(accelerator: Accelerator, config: Config) -> Iterator[Store]:
     """Open the store of a run that has a mirror. Unless the run fails, wait for the copies in the end. Collective."""
     store = MirroredStore(accelerator, config)
-    yield store
-    try:
-        store.put(store.folder)
-    except RunError as error:
-        say(f"WARNING: the mirror lacks the newest checkpoint: {error}")
-    store._copier.close()
+    with contextlib.closing(store.copier):
+        yield store
+        try:
+            store.put(store.folder)
+        except RunError as error:
+            say(f"WARNING: the mirror lacks the newest checkpoint: {error}")
