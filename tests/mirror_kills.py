@@ -51,7 +51,8 @@ def save(step: int) -> Path:
 def copy(store: MirroredStore) -> None:
     """The newest, as after it was saved."""
     store.rotate({})
-    store.put(store.folder)
+    store.copier.close()
+    store.copier.join()
 
 
 def kill_at(number: int) -> None:

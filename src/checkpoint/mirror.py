@@ -9,7 +9,6 @@ the checkpoint that it lacks.
 """
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from src.checkpoint.compatibility import read_state
@@ -27,7 +25,7 @@ from src.checkpoint.files import INCOMPLETE, MANIFEST, Json, discard, incomplete
 from src.checkpoint.integrity import manifest, quarantine
 from src.checkpoint.store import Store
 from src.config.config import Config
-from src.config.errors import RunError, as_run_error, as_user_error, cause
+from src.config.errors import as_run_error, as_user_error, cause
 from src.config.terminal import say
 from src.distributed.accelerator import local_main_process_first
 from src.training.progress import Evaluations
@@ -43,8 +41,6 @@ class MirroredStore(Store):
         self.copier = ThreadPool(1)
         """The copying thread. It does not keep the process from ending, even if it hangs."""
         self._copying: Path | None = None
-        self._accepted = Callback()
-        """Counts the files, or parts of files, that the mirror has accepted."""
         probe = f"{INCOMPLETE}{os.urandom(8).hex()}"
         with as_user_error(f"checkpoint.mirror={config.checkpoint.mirror}: "):
             self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
@@ -104,7 +100,7 @@ class MirroredStore(Store):
     def record(self, folder: Path, *names: str) -> Json:
         """Do so. If this machine does not have the main process's disk, copy the files to the mirror."""
         if not self._sees_main:
-            self.put(folder, *names)
+            self._put(folder, *names)
         return super().record(folder, *names)
 
     def rotate(self, evaluations: Evaluations) -> None:
@@ -116,29 +112,17 @@ class MirroredStore(Store):
     def kept(self, checkpoints: list[Path], evaluations: Evaluations) -> list[Path]:
         return super().kept(checkpoints, evaluations) + [path for path in checkpoints if path == self._copying]
 
-    def put(self, folder: Path, *names: str) -> None:
-        """Copy these files of a checkpoint, after what is being copied, and wait for that. Raise a RunError if the
-        mirror accepts nothing for half of timeout_minutes; the copies then continue unattended."""
-        minutes, accepted = self.config.timeout_minutes, None
-        copies = self.copier.apply_async(self._put, (folder, *names))
-        while accepted != self._accepted.value:
-            accepted = self._accepted.value
-            with contextlib.suppress(multiprocessing.TimeoutError):
-                return copies.get(30 * minutes)
-        raise RunError(f"{self.url} accepted nothing for half of timeout_minutes={minutes:g}")
-
     def _put(self, folder: Path, *names: str) -> None:
+        """Copy these files of a checkpoint."""
         for name in names:
-            there = f"{self._root}/{folder.name.removeprefix(INCOMPLETE)}/{name}"
-            self._fs.put_file(f"{folder}/{name}", there, callback=self._accepted)
-            self._accepted.relative_update()  # not all file systems report parts of a file
+            self._fs.put_file(f"{folder}/{name}", f"{self._root}/{folder.name.removeprefix(INCOMPLETE)}/{name}")
 
     def _copy(self, checkpoint: Path) -> None:
         """Copy a published checkpoint, and delete superfluous ones. A failure is a warning."""
         self._copying, there = checkpoint, f"{self._root}/{checkpoint.name}"
         try:
             if checkpoint != super().checkpoints()[0]:
-                raise RunError(f"{self.url} is slower than the saves")
+                raise OSError(f"{self.url} is slower than the saves")
             state = read_state(checkpoint)
             if checkpoint not in self._mirrored():
                 files = manifest(checkpoint)
@@ -166,7 +150,4 @@ def mirrored(accelerator: Accelerator, config: Config) -> Iterator[Store]:
     store = MirroredStore(accelerator, config)
     with contextlib.closing(store.copier):
         yield store
-        try:
-            store.put(store.folder)
-        except RunError as error:
-            say(f"WARNING: the mirror lacks the newest checkpoint: {error}")
+    store.copier.join()

@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
-from src.checkpoint.compatibility import note_changes, read_state, require_same_origin, require_whole_metrics
+from src.checkpoint.compatibility import note_changes, read_state, require_full_log, require_same_origin
 from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings, step_of
 from src.checkpoint.integrity import Damaged, quarantine
-from src.checkpoint.output_dir import folder_errors, lock_run
+from src.checkpoint.output_dir import folder_errors, lock
 from src.checkpoint.rng import random_file, restore_random_state
 from src.checkpoint.status import answer_at_start
 from src.checkpoint.store import Store
@@ -66,7 +66,7 @@ def find_checkpoint(config: Config, store: Store) -> ResumePoint:
     if config.mode != "check":
         is_writer = is_main and config.saves
         if is_writer:
-            lock_run(config.folder)
+            lock(config.folder)
         candidates = store.checkpoints()
         if is_writer:
             # check again: whoever held the lock may have written there
@@ -78,7 +78,7 @@ def find_checkpoint(config: Config, store: Store) -> ResumePoint:
         point = _check_compatible(config, checkpoint, damaged)
         if is_main:
             if checkpoint and (own := point.own_state(config)):
-                require_whole_metrics(config, checkpoint, own)
+                require_full_log(config, checkpoint, own)
             # only the run's own: the checkpoint that it branches off from is the last candidate
             for path in damaged if config.saves else ():
                 quarantine(path)
@@ -120,7 +120,7 @@ def load_checkpoint(run: Run) -> None:
     generators from it. Collective.
 
     Raises:
-        UserError: the checkpoint is of another model, or was trained on different data.
+        UserError: the checkpoint does not fit this model, or was trained on different data.
     """
     checkpoint, saved, step = run.resume.checkpoint, run.resume.state, run.progress.step
     # The model was built from the same seed everywhere. From here on each process draws its own random numbers, such as

@@ -40,8 +40,8 @@ def in_steps(fault: Callable[[], float | None], steps: range = range(STEP, STEP 
     def save_and_wait(self: write.CheckpointWriter, metrics_bytes: int, run_id: str) -> None:
         save(self, metrics_bytes, run_id)
         self.poll(wait=True)
-        if hasattr(self._store, "put"):
-            self._store.put(self._store.folder)  # nothing, after the copy in the mirror
+        if hasattr(self._store, "copier"):
+            self._store.copier.apply(int)  # after the copy in the mirror
 
     def plant() -> None:
         before(Mnist, "loss", lambda _, model, __: fault() if model.training and next(calls) in steps else None)
