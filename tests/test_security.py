@@ -411,7 +411,8 @@ def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Res
     folder, accelerator = tmp_path / "runs" / "run", Accelerator(cpu=True)
     monkeypatch.setattr(resume, "lock", lambda _: None)  # the lock is held until this process ends
     config = run_settings([f"--output_dir={folder}", "--task.source=digits", *ALL])
-    return lambda: resume.find_checkpoint(accelerator, config, open_store(accelerator, config))
+    with open_store(accelerator, config) as store:
+        return lambda: resume.find_checkpoint(config, store)
 
 
 def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

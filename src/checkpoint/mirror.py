@@ -88,9 +88,9 @@ class MirroredStore(Store):
         if self.accelerator.is_main_process and not is_continued:
             quarantine(log)
             shutil.copy(saved, log)
-        discard(checkpoint)
+        for stale in [checkpoint] if self._sees_main else super().checkpoints():
+            discard(stale)
         incomplete.rename(checkpoint)
-        super().rotate(read_state(checkpoint).progress.evaluations)
         say(f"fetched from {self.url}/{checkpoint.name}")
 
     def begin(self, folder: Path) -> None:
