@@ -187,7 +187,12 @@ def test_a_mirror_that_hangs_does_not_hold_up_the_loop(launch: Launch, whole: Wh
 def test_the_end_of_a_run_waits_for_the_copy(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the run fails. Tried without waiting: the mirror has nothing."""
     put_file = LocalFileSystem.put_file
-    monkeypatch.setattr(LocalFileSystem, "put_file", lambda *arguments: time.sleep(0.2) or put_file(*arguments))
+
+    def put_slowly(*arguments: Any) -> None:
+        time.sleep(0.2)
+        put_file(*arguments)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", put_slowly)
     shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
     config = run_settings([f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"])
     with contextlib.suppress(KeyboardInterrupt), mirrored(Accelerator(cpu=True), config) as store:

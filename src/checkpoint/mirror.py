@@ -38,9 +38,6 @@ class MirroredStore(Store):
         """Find out whether the machines share a disk. Raise a UserError if the mirror is not writable. Collective."""
         super().__init__(accelerator, config)
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{config.folder_name}"
-        self.copier = ThreadPool(1)
-        """The copying thread. It does not keep the process from ending, even if it hangs."""
-        self._copying: Path | None = None
         probe = f"{INCOMPLETE}{os.urandom(8).hex()}"
         with as_user_error(f"checkpoint.mirror={config.checkpoint.mirror}: "):
             self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
@@ -60,6 +57,9 @@ class MirroredStore(Store):
             self.shard = 0, 1  # each process verifies all files
         if accelerator.is_main_process:
             (self.folder / probe).rmdir()
+        self.copier = ThreadPool(1)
+        """The copying thread. It does not keep the process from ending, even if it hangs."""
+        self._copying: Path | None = None
 
     def checkpoints(self) -> list[Path]:
         return newest_first({*super().checkpoints(), *self._mirrored()})
@@ -145,7 +145,7 @@ class MirroredStore(Store):
 
 
 @contextlib.contextmanager
-def mirrored(accelerator: Accelerator, config: Config) -> Iterator[Store]:
+def mirrored(accelerator: Accelerator, config: Config) -> Iterator[MirroredStore]:
     """Open the store of a run that has a mirror. Unless the run fails, wait for the copies in the end. Collective."""
     store = MirroredStore(accelerator, config)
     with contextlib.closing(store.copier):

@@ -139,7 +139,6 @@ def build_without_values(config: Config) -> Run:
         config=config,
         accelerator=accelerator,
         launch=launch,
-        store=None,
         resume=ResumePoint(),
         model=model,
         optimizers=optimizers,
