@@ -25,9 +25,10 @@ from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, num_machines, shut_down
 from src.distributed.process import collect_only_new_objects, exit_codes
 from src.distributed.stop import StopSignal
-from src.parts import MODES, join_machines, open_store, start_parts
+from src.parts import AT_START, MODES, PARTS, open_store
 from src.tasks.base import Task
 from src.tasks.task_checks import require_gradients, require_sum
+from src.tracking.part import Parts
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
@@ -98,11 +99,16 @@ def fit(run: Run) -> bool:
     config, progress = run.config, run.progress
     performance = Performance(run)
     # parts are W&B, the report and other optional code that follows the run
-    with start_parts(run) as parts, Tracker(run, parts.where) as tracker:
+    with (
+        open_store(run.accelerator, config) as store,
+        explaining_lost_machine(run, store),
+        Parts(run, PARTS) as parts,
+        Tracker(run, parts.where) as tracker,
+    ):
         gc.collect()  # what building the run has left, which the next line would keep
         collect_only_new_objects()
         stop = StopSignal(run.accelerator, config)
-        checkpoints = CheckpointWriter(run, tracker.tell)
+        checkpoints = CheckpointWriter(run, store, tracker.tell)
         steps = CountedSteps(training_steps(run, progress.step), stop)
         take_step = CapturedStep(run, train_step) if config.cuda_graphs else train_step
         is_stopping = False
@@ -125,7 +131,7 @@ def fit(run: Run) -> bool:
             # a checkpoint always holds the evaluation of its step: evaluate first, save second
             if progress.step and (is_ending or run.is_save_due()):
                 progress.tick()
-                checkpoints.save(tracker.state() | {"run_id": parts.run_id})
+                checkpoints.save(tracker.sync(), parts.run_id)
             if missing_metrics:
                 checkpoints.close()
                 progress.reject(missing_metrics)
@@ -154,7 +160,7 @@ def fit(run: Run) -> bool:
         checkpoints.close()
         if not is_stopping:
             with explaining_memory("export", run):
-                evaluated = export_model(run, tracker.tell)
+                evaluated = export_model(run, store, tracker.tell)
             parts.end(tracker.write_summary(evaluated, checkpoints.pause_seconds))
     return not is_stopping
 
@@ -165,8 +171,8 @@ def build(config: Config[Task]) -> Run | None:
     run in this output folder has already finished."""
     # ------------------------------------------------------------------- processes, and what the run resumes from
     accelerator, launch = build_accelerator(config)
-    store = open_store(accelerator, config)
-    resume = find_checkpoint(accelerator, config, store)
+    with open_store(accelerator, config) as store:
+        resume = find_checkpoint(config, store)
     if resume.is_finished:
         accelerator.print(f"{config.folder}: this run has finished; {resume.progress.end_note(config.early_stopping)}")
         shut_down(accelerator)
@@ -187,7 +193,6 @@ def build(config: Config[Task]) -> Run | None:
         config=config,
         accelerator=accelerator,
         launch=launch,
-        store=store,
         resume=resume,
         model=model,
         optimizers=optimizers,
@@ -207,7 +212,8 @@ def build(config: Config[Task]) -> Run | None:
 def main(settings: Config | None = None) -> None:
     config = run_settings(sys.argv[1:], settings)
     collect_only_new_objects()  # nothing was collected since the imports began
-    join_machines(config)
+    for act in AT_START:
+        act(config)
     run = build(config)
     if run is None:  # it has finished
         return
@@ -217,7 +223,7 @@ def main(settings: Config | None = None) -> None:
         if not is_right:
             raise SystemExit(1)
         return
-    with explaining_memory("step", run), explaining_lost_machine(run):
+    with explaining_memory("step", run):
         is_done = fit(run)
     shut_down(run.accelerator)
     if is_done and config.push_to_hub and run.is_main:

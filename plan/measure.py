@@ -141,7 +141,6 @@ def build_without_values(config: Config[Task]) -> Run:
         config=config,
         accelerator=accelerator,
         launch=launch,
-        store=None,
         resume=ResumePoint(),
         model=model,
         optimizers=optimizers,

@@ -1,25 +1,22 @@
 """The optional parts of the project, and where they join the rest.
 
-A part follows a run (src/tracking/part.py), or runs in place of training; src/start.py has what settings can download.
+A part follows a run (src/tracking/part.py), runs in place of training or before it, or keeps its checkpoints.
 docs/make-it-yours.md says what each part does and how to leave it out. To log runs elsewhere, add a Part of your own.
 """
 
 from collections.abc import Callable
 
-from accelerate import Accelerator
-
 from src.check import run_checks
-from src.checkpoint.mirror import Mirror
-from src.checkpoint.store import Store
+from src.checkpoint.mirror import mirrored
+from src.checkpoint.store import local_store
 from src.config.config import Config
 from src.distributed.machines import join
 from src.tracking.accelerate_trackers import TensorBoard, Trackio
 from src.tracking.next_step import NextStep
-from src.tracking.part import Part, Parts
+from src.tracking.part import Part
 from src.tracking.report import Report
 from src.tracking.summary import dry_run
 from src.tracking.wandb import WandbPart
-from src.training.run import Run
 
 PARTS: list[type[Part]] = [
     # their closing lines are printed in this order
@@ -36,18 +33,12 @@ MODES: dict[str, Callable[..., bool]] = {
 """Functions that run in place of training, by the setting that chooses them: called with run, train_step, evaluate."""
 
 
-def join_machines(config: Config) -> None:
-    """On several machines, wait for all of them. Raise a UserError if they are not set up alike."""
-    join(config)  # room: machines
-
-
-def start_parts(run: Run) -> Parts:
-    """Start the parts that the settings ask for, and return them."""
-    return Parts(run, PARTS)
-
-
-def open_store(accelerator: Accelerator, config: Config) -> Store:
-    """Return the store of the run's checkpoints. Collective."""
-    if config.checkpoint.mirror and config.saves:  # room: machines
-        return Store(config, Mirror(accelerator, config))
-    return Store(config)
+AT_START: list[Callable[[Config], None]] = [
+    join,  # room: machines
+]
+"""Functions that run before the processes join: called with the settings."""
+open_store, *_ = (
+    # the first opens the store of a run's checkpoints
+    mirrored,  # room: machines
+    local_store,
+)

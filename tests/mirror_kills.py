@@ -17,20 +17,18 @@ from safetensors.torch import save_file
 from src.checkpoint.compatibility import read_state
 from src.checkpoint.files import STATE, file_facts, publish
 from src.checkpoint.integrity import problems
-from src.checkpoint.mirror import Mirror
+from src.checkpoint.mirror import MirroredStore
 from src.checkpoint.rng import random_state
-from src.checkpoint.store import Store, first_valid
 from train import run_settings
 
 FOLDER, STATE_FILE = Path(sys.argv[1]), Path(sys.argv[2])
 ACCELERATOR = Accelerator(cpu=True)
 
 
-def store_of(name: str) -> Store:
+def store_of(name: str) -> MirroredStore:
     """As a start with this output folder sees it."""
     arguments = [f"--output_dir={FOLDER / name}", f"--checkpoint.mirror={FOLDER}/mirror", "--checkpoint.keep_last=2"]
-    config = run_settings(arguments)
-    return Store(config, Mirror(ACCELERATOR, config))
+    return MirroredStore(ACCELERATOR, run_settings(arguments))
 
 
 def save(step: int) -> Path:
@@ -50,10 +48,11 @@ def save(step: int) -> Path:
     return checkpoint
 
 
-def copy(checkpoint: Path) -> None:
-    mirror = store_of("run").mirror
-    mirror.copy_in_background(checkpoint)
-    mirror.wait()
+def copy(store: MirroredStore) -> None:
+    """The newest, as after it was saved."""
+    store.rotate({})
+    store.copier.close()
+    store.copier.join()
 
 
 def kill_at(number: int) -> None:
@@ -81,33 +80,34 @@ def kill_at(number: int) -> None:
 
     patch("put_file", lambda source, target, **_: write_half(target, Path(source).read_bytes()))
     patch("pipe_file", write_half)
-    patch("rm_file", str)
+    patch("mv", lambda *_: None)
     patch("rm", lambda folder: next(Path(folder).iterdir()).unlink())
 
 
-copy(first := save(1))
-copy(second := save(2))
+for step in (1, 2):
+    save(step)
+    copy(store_of("run"))
 third = save(3)
+second = third.with_name("step_00000002")
 shutil.copytree(FOLDER / "mirror", FOLDER / "before")
 kills, found = 0, []
 while True:
     shutil.rmtree(FOLDER / "mirror")
     shutil.copytree(FOLDER / "before", FOLDER / "mirror")
     if not (child := os.fork()):
-        mirror = store_of("run").mirror
+        store = store_of("run")
         kill_at(kills)
-        mirror.copy_in_background(third)
-        mirror.wait()
+        copy(store)
         os._exit(0)
     is_killed = os.waitpid(child, 0)[1] == signal.SIGKILL
     elsewhere = store_of(f"fresh{kills}")
-    newest, damaged = first_valid(ACCELERATOR, elsewhere.candidates(), elsewhere)
+    newest, damaged = elsewhere.first_valid(elsewhere.checkpoints())
     assert newest is not None, kills
     assert not damaged, damaged
     assert not any(problems(newest)), kills
     assert (newest.parent.parent / "metrics.jsonl").read_text() == "123456789\n" * read_state(newest).progress.step
     found.append(read_state(newest).progress.step)
-    copy(third)  # it is copied anew, and what was left behind is gone
+    copy(store_of("run"))  # it is copied anew, and what was left behind is gone
     steps = {path.name for path in (FOLDER / "mirror" / "mnist").iterdir()}
     assert steps == {second.name, third.name}, steps
     if not is_killed:
@@ -117,18 +117,17 @@ assert found == sorted(found)
 
 store = store_of("run")
 (third / "shard-00001.safetensors").write_bytes(bytes(1000))  # is replaced by the mirror's
-assert first_valid(ACCELERATOR, [third], store) == (third, {})
+assert store.first_valid([third]) == (third, {})
 assert not any(problems(third))
 for shard in (FOLDER / "mirror" / "mnist").glob("*/shard-00001.safetensors"):  # damaged there too: the one before
     shard.write_bytes(bytes(shard.stat().st_size)) if shard.parent.name == third.name else None
 (third / "shard-00001.safetensors").unlink()
-newest, damaged = first_valid(ACCELERATOR, store.candidates(), store)
+newest, damaged = store.first_valid(store.checkpoints())
 assert newest == second, newest
 assert damaged == {third: "shard-00001.safetensors has changed since it was saved"}
-assert store.candidates() == [third, second, first]
+assert store.checkpoints() == [third, second]
 
 shutil.rmtree(FOLDER / "mirror")
 (FOLDER / "mirror").write_text("a disk that fails")
-store.mirror.copy_in_background(third)
-store.mirror.wait()
+copy(store)
 print("killed", kills, "times, found", *found)

@@ -1,7 +1,9 @@
 """Copies of checkpoints elsewhere: a run goes on from them, exactly, on a fresh disk or on machines that share none."""
 
+import contextlib
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,8 @@ from accelerate import Accelerator
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from src.checkpoint.integrity import manifest
-from src.checkpoint.mirror import Mirror
-from src.checkpoint.store import first_valid
-from src.config.errors import RunError
+from src.checkpoint.integrity import manifest, problems
+from src.checkpoint.mirror import mirrored
 from tests.faults.runs import ALL, TINY, assert_same_run, found, lines, refusal
 from tests.launching import Launch, Run, Whole
 from tests.s3 import s3_bucket
@@ -50,7 +50,7 @@ LocalFileSystem.get = noted
 """Each machine has a folder of its own, in which it notes what it fetches."""
 
 
-def mirrored(mirror: Path | str) -> list[int]:
+def in_mirror(mirror: Path | str) -> list[int]:
     files, root = url_to_fs(str(mirror))
     files.invalidate_cache()
     paths = files.glob(f"{root}/mnist/step_*/manifest.json")
@@ -68,11 +68,11 @@ def test_a_run_goes_on_from_another_disk(launch: Launch, whole: Whole, tmp_path:
     best = (*TINY, "--checkpoint.keep_last=1", "--checkpoint.export_best=true", "--checkpoint.mode=max")
     mirror = f"--checkpoint.mirror={s3}"
     assert launch("cpu", *best, mirror, folder=tmp_path / "first" / "run", **STOP).exit_code != 0
-    assert mirrored(s3) == [8, 12]
+    assert in_mirror(s3) == [8, 12]
     run = launch("cpu", *best, mirror, folder=tmp_path / "second" / "run").succeeded()
     fetched = [line.rpartition("_")[2] for line in lines(run, f"fetched from {s3}/mnist/step_")]
     assert fetched == ["00000012", "00000008"]
-    assert mirrored(s3) == [8, 14]
+    assert in_mirror(s3) == [8, 14]
     assert_same_run(run, whole("cpu", *best))
     (refused,) = refusal(tmp_path / "third", mirror, "--resume=never")
     assert refused.startswith(f"output_dir={tmp_path}/third: already holds a run (checkpoint.mirror); choose another ")
@@ -121,14 +121,19 @@ def test_a_machine_that_shares_no_disk_reads_all_its_files(whole: Whole, tmp_pat
     """Of a checkpoint that it fetched before. Tried with a part for each process: damage to the others' is not seen."""
     checkpoint = tmp_path / "step_00000012"
     shutil.copytree(whole("cpu", *ALL).folder / "checkpoints" / checkpoint.name, checkpoint)
-    Accelerator(cpu=True)  # what the helpers gather with
-    one_of_two, alone = Mock(process_index=0, num_processes=2), Mock(is_shared=False, mirror=None)
-    assert first_valid(one_of_two, [checkpoint], alone) == (checkpoint, {})
-    for file in manifest(checkpoint):
-        content = (checkpoint / file).read_bytes()
-        (checkpoint / file).write_bytes(content[:-1] + b" ")
-        assert first_valid(one_of_two, [checkpoint], alone)[0] is None, file
-        (checkpoint / file).write_bytes(content)
+    # what the helpers gather with is this process alone; the other one does not see its disk
+    one_of_two = Mock(wraps=Accelerator(cpu=True), process_index=0, num_processes=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("src.checkpoint.mirror.gather_object", lambda own: [*own, False])
+        patch.setattr("src.checkpoint.mirror.local_main_process_first", contextlib.nullcontext)
+        arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"]
+        with mirrored(one_of_two, run_settings(arguments)) as store:
+            assert store.first_valid([checkpoint]) == (checkpoint, {})
+            for file in manifest(checkpoint):
+                content = (checkpoint / file).read_bytes()
+                (checkpoint / file).write_bytes(content[:-1] + b" ")
+                assert store.first_valid([checkpoint])[0] is None, file
+                (checkpoint / file).write_bytes(content)
 
 
 def on_machines(
@@ -149,15 +154,16 @@ def test_machines_without_a_shared_disk_go_on_exactly(launch: Launch, whole: Who
     folder, fewer = tmp_path / "two", tmp_path / "one"
     killed, _ = on_machines(launch, folder, **STOP)
     assert killed.exit_code != 0
-    assert not list(folder.glob("machine*/run/checkpoints/step_*/manifest.json"))  # only the mirror has it whole
-    assert mirrored(folder / "mirror") == [8, 12]
+    for checkpoint in folder.glob("machine*/run/checkpoints/step_*"):
+        assert any(problems(checkpoint)), "only the mirror has all of it"
+    assert in_mirror(folder / "mirror") == [8, 12]
     shutil.copytree(folder, fewer)
     copy = fewer / "mirror" / "mnist" / "step_00000012.bak"
     shutil.copytree(copy.with_suffix(""), copy)
     turned, fetched = on_machines(launch, folder, turned=1)
     assert_same_run(turned.succeeded(), expected)
     assert fetched == ["step_00000012 "] * 2
-    assert mirrored(folder / "mirror") == [12, 14]
+    assert in_mirror(folder / "mirror") == [12, 14]
     alone, fetched = on_machines(launch, fewer, machines=1)
     assert alone.succeeded().losses == pytest.approx(expected.losses, rel=1e-5)
     assert fetched == ["step_00000012 "]
@@ -175,45 +181,58 @@ def test_a_mirror_that_hangs_does_not_hold_up_the_loop(launch: Launch, whole: Wh
         f"WARNING: {folder}/checkpoints/step_{step:08d} is not in the mirror: {mirror}/mnist is slower than the saves"
         for step in (4, 6, 8, 10, 12)
     ]
-    assert mirrored(mirror) == [14]
+    assert in_mirror(mirror) == [14]
     assert_same_run(run, whole("cpu", *ALL))
 
 
-def test_a_mirror_that_still_hangs_at_the_end_is_given_up(
+def test_the_end_of_a_run_waits_for_the_copy(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the run fails. Tried without waiting: the mirror has nothing."""
+    put_file = LocalFileSystem.put_file
+
+    def put_slowly(*arguments: Any, **_: Any) -> None:
+        time.sleep(0.2)
+        put_file(*arguments)
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", put_slowly)
+    shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
+    config = run_settings([f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"])
+    with contextlib.suppress(KeyboardInterrupt), mirrored(Accelerator(cpu=True), config) as store:
+        store.rotate({})
+        raise KeyboardInterrupt
+    assert in_mirror(tmp_path / "mirror") == []
+    store.copier.join()
+    shutil.rmtree(tmp_path / "mirror")
+    with mirrored(Accelerator(cpu=True), config) as store:
+        store.rotate({})
+    assert in_mirror(tmp_path / "mirror") == [14]
+
+
+def test_a_mirror_that_hangs_at_the_end_is_given_up(
     whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """When it took nothing for half of timeout_minutes. Tried without: it waits for ever."""
     answers, put_file = threading.Event(), LocalFileSystem.put_file
     monkeypatch.setattr(LocalFileSystem, "put_file", lambda *arguments, **_: answers.wait() and put_file(*arguments))
     shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000014"
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
-    mirror = Mirror(Accelerator(cpu=True), run_settings(arguments))
-    mirror.copy_in_background(checkpoint)
-    mirror.wait()
-    says = f"{tmp_path}/mirror/mnist accepted nothing for half of timeout_minutes=0.0001"
-    assert capfd.readouterr().out == f"WARNING: the mirror lacks the newest checkpoint: {says}\n"
-    with pytest.raises(RunError, match=says):  # as where it alone has whole checkpoints
-        mirror.copy(checkpoint)
-    assert mirrored(tmp_path / "mirror") == []
+    with mirrored(Accelerator(cpu=True), run_settings(arguments)) as store:
+        store.rotate({})
+    says = f"WARNING: {tmp_path}/mirror/mnist accepts nothing, and lacks the newest checkpoint\n"
+    assert capfd.readouterr().out == says
+    assert in_mirror(tmp_path / "mirror") == []
     answers.set()
-    mirror._copier.close()
-    mirror._copier.join()
-    assert mirrored(tmp_path / "mirror") == [14]
+    store.copier.join()
+    assert in_mirror(tmp_path / "mirror") == [14]
 
 
 def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Than half of timeout_minutes, which pass five times here. Tried with a limit for all of it: a RunError."""
-    mirror = Mirror(Accelerator(cpu=True), run_settings([f"--checkpoint.mirror={tmp_path}/mirror"]))
-    put_file, copying = Mock(), Mock()
-    monkeypatch.setattr(LocalFileSystem, "put_file", put_file)
-    mirror._copy(tmp_path, "file")
-    callback = put_file.call_args.kwargs["callback"]
+    """Than half of timeout_minutes, which pass five times here. Tried with a limit for all of it: a warning."""
+    arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"]
+    copying = Mock()
     copying.ready = lambda: copying.wait.call_count == 5
-    copying.wait.side_effect = lambda _: callback.relative_update(1)
-    monkeypatch.setitem(vars(mirror), "_copier", Mock(apply_async=lambda *_: copying))
-    mirror.wait()
-    mirror.copy(tmp_path, "file")
+    with mirrored(Accelerator(cpu=True), run_settings(arguments)) as store:
+        copying.wait.side_effect = lambda _: store._accepted.relative_update()
+        monkeypatch.setattr(store, "copier", Mock(apply_async=lambda *_: copying))
     assert copying.wait.call_count == 5
 
 
@@ -221,11 +240,9 @@ SLOW = """
 import time
 from fsspec.implementations.local import LocalFileSystem
 put_file = LocalFileSystem.put_file
-def put_slowly(fs, source, target, callback=None):
+def put_slowly(fs, source, target, **_):
     if "shard-00002" in source and "step_00000004" in source:
-        for part in range(20):
-            time.sleep(1)
-            callback.relative_update(1)
+        time.sleep(20)
     put_file(fs, source, target)
 LocalFileSystem.put_file = put_slowly
 """
@@ -236,7 +253,7 @@ def test_a_machine_may_take_longer_than_the_timeout_to_copy(launch: Launch, tmp_
     """20 seconds, of 12. Tried with the loop's timeout for the writers' group: a traceback of gloo."""
     run, _ = on_machines(launch, tmp_path, "--timeout_minutes=0.2", before=SLOW)
     run.succeeded()
-    assert mirrored(tmp_path / "mirror") == [12, 14]
+    assert in_mirror(tmp_path / "mirror") == [12, 14]
 
 
 def test_killed_at_any_moment_of_a_copy(launch: Launch, whole: Whole, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_run_does_not_start_over_where_its_checkpoints_went_away() -> None:
     run_settings(["--save_every=8"])  # it never could save
     (folder / "status.json").write_text('{"status": "preempted", "checkpoint": "runs/mnist/checkpoints/step_5"}')
     assert mistakes("--save_every=8") == [
-        "output_dir=runs/mnist: its run saved checkpoints, but none are left: restore runs/mnist/checkpoints; "
+        "output_dir=runs/mnist: its checkpoints are missing: restore runs/mnist/checkpoints; "
         "or choose another --run_name or --output_dir, or move that folder away"
     ]
 

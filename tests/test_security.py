@@ -24,7 +24,6 @@ from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -321,38 +320,12 @@ def test_another_user_cannot_keep_a_run_out(tmp_path: Path, monkeypatch: pytest.
     output_dir.lock(tmp_path)
     os.close(reader)
     assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o600
-    (shared := tmp_path / "shared").mkdir()
-    shared.chmod(0o2775)  # its group, who may delete the file, may resume the run of one of them that was killed
-    before = os.umask(0o002)
-    try:
-        output_dir.lock(shared)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((shared / ".lock").stat().st_mode) == 0o660
     for number, plant in enumerate((lambda file: file.symlink_to(tmp_path / "victim"), Path.mkdir)):
         (folder := tmp_path / str(number)).mkdir()
         plant(folder / ".lock")
         with pytest.raises(UserError, match=rf"^output_dir={folder}: cannot be locked, .*{folder}/.lock"):
             output_dir.lock(folder)
     assert not (tmp_path / "victim").exists()
-
-
-def test_a_lock_is_gone_with_its_run_and_no_two_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried without looking whether the file is still there: who waited holds one that nobody else sees."""
-    monkeypatch.setattr(output_dir, "PATIENCE_SECONDS", 2)
-    atexit = Mock()
-    monkeypatch.setattr(output_dir, "atexit", atexit)
-    file = tmp_path / "run" / ".lock"
-    output_dir.lock(file.parent)
-    refused, delete = (call.args for call in atexit.register.call_args_list)
-    assert refused[1] == file.parent
-    ends = iter([file.unlink])  # the first run, between opening and locking
-    monkeypatch.setattr(fcntl, "flock", lambda *_: next(ends, Mock())())
-    output_dir.lock(file.parent)
-    assert file.exists()
-    delete[0](missing_ok=True)
-    refused[0](file.parent)
-    assert not file.parent.exists()
 
 
 # ------------------------------------------------------------ damaged files of a run
@@ -428,9 +401,10 @@ def small_run(checkpoint: Path, tmp_path: Path) -> dict[Path, bytes]:
 def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ResumePoint]:
     """What a run in the folder goes on from, as often as it is asked."""
     folder, accelerator = tmp_path / "runs" / "run", Accelerator(cpu=True)
-    monkeypatch.setattr(resume, "lock_run", lambda _: None)  # the lock is held until this process ends
+    monkeypatch.setattr(resume, "lock", lambda _: None)  # the lock is held until this process ends
     config = run_settings([f"--output_dir={folder}", "--task.source=digits", *ALL])
-    return lambda: resume.find_checkpoint(accelerator, config, open_store(accelerator, config))
+    with open_store(accelerator, config) as store:
+        return lambda: resume.find_checkpoint(config, store)
 
 
 def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

@@ -301,7 +301,7 @@ def test_a_dry_run_loads_the_resume_point_and_touches_nothing(launch: Launch, wh
     assert f"training example {order(epoch=0)[12 * 16]}, in step 13:" in run.stdout
     other = launch("cpu", *TINY, "--optim.lr=1", "--dry-run", folder=folder)
     assert other.exit_code == 2
-    assert "of a run with other settings: optim.lr" in other.messages[0]
+    assert "was saved with different settings: optim.lr" in other.messages[0]
     assert contents(folder) == before
 
 

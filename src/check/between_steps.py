@@ -89,12 +89,12 @@ def check_checkpoint(context: CheckContext) -> Iterator[Row]:
     torch.use_deterministic_algorithms(run.device.type != "cpu")
     context.seed()
     try:
-        saved.store = Store(saved.config)
-        writer = CheckpointWriter(saved, run.accelerator.print)
-        writer.save({})
+        store = Store(run.accelerator, saved.config)
+        writer = CheckpointWriter(saved, store, run.accelerator.print)
+        writer.save(metrics_bytes=0, run_id="")
         writer.close()
         left = _continue(context, saved)
-        resume = find_checkpoint(run.accelerator, saved.config, saved.store)
+        resume = find_checkpoint(saved.config, store)
         for optimizer in run.optimizers:
             optimizer.state.clear()  # as in a new process
         restored = replace(saved, resume=resume, progress=resume.progress)

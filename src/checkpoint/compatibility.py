@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,22 @@ from pydantic import TypeAdapter
 
 from src.checkpoint.files import STATE, read_json, reading
 from src.config.config import LENGTH_SETTINGS, Config, changed_settings
-from src.config.errors import UserError, listed
-from src.training.progress import Progress
+from src.config.errors import UserError
 from src.training.state import FORMAT_VERSION, RunInputs, RunState
 
 OR_ACCEPT_CHANGES = "or resume anyway with --checkpoint.accept_changes=true"
-NESTED: dict[str, Any] = {"progress": Progress, "origin": RunInputs}
-"""Parts of state.json that have fields of their own."""
 RUN_STATE = TypeAdapter(RunState)
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Return a checkpoint's state.json. Raise a UserError if it has another format version, or other fields; a RunError
-    if it is damaged."""
+    """Return a checkpoint's state.json. Raise a UserError if it has another format version, a RunError if it is
+    damaged."""
     content = read_json(file := checkpoint / STATE)
-    known = {f"{part}.{f.name}" for part, kind in NESTED.items() for f in fields(kind)}
     with reading(file):
         version = content["format_version"]
-        found = {f"{part}.{name}" for part in NESTED for name in {**content[part]}}
-    differing = sorted((known | {f.name for f in fields(RunState)}) ^ (found | content.keys()))
-    if version != FORMAT_VERSION or differing:
-        fault = f" with other fields ({listed(differing)})" if version == FORMAT_VERSION else ""
+    if version != FORMAT_VERSION:
         raise UserError(
-            f"{checkpoint} has format version {version!r:.9}{fault}, but this code reads version {FORMAT_VERSION}: "
+            f"{checkpoint} has format version {version!r:.9}, but this code reads version {FORMAT_VERSION}: "
             f"use the code that saved it, or begin a new run"
         )
     with reading(file):
@@ -50,7 +42,7 @@ def note_changes(config: Config, checkpoint: Path, then: RunInputs) -> list[str]
     shorter = f" (the learning-rate schedule then spans {after} steps, not {before})" if is_shorter else ""
     if wrong and not config.checkpoint.accept_changes:
         advice = f"set them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
-        raise UserError(f"{checkpoint} is of a run with other settings: {_changes(wrong)}{shorter}; {advice}")
+        raise UserError(f"{checkpoint} was saved with different settings: {_changes(wrong)}{shorter}; {advice}")
     return [f"changed since: {_changes(changed)}{shorter}"] if changed else []
 
 
@@ -73,8 +65,8 @@ def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
     """Raise a UserError if the norm of the frozen parameters has changed since the checkpoint was saved."""
     if not math.isclose(then, now, rel_tol=1e-6):
         raise UserError(
-            f"{checkpoint} was trained with other frozen weights: their norm was {then:.8g} and is {now:.8g}; "
-            f"task.model has changed since: name its old version by task.revision"
+            f"{checkpoint} belongs to a different base model (norm of frozen weights: {then:.8g}, now {now:.8g}): "
+            f"name its old version by task.revision"
         )
 
 
@@ -92,7 +84,7 @@ def require_same_data(checkpoint: Path, then: RunInputs, now: RunInputs) -> None
         raise UserError(f"{checkpoint} was trained on different data: {found}: {advice}")
 
 
-def require_whole_metrics(config: Config, checkpoint: Path, state: RunState) -> None:
+def require_full_log(config: Config, checkpoint: Path, state: RunState) -> None:
     """Raise a UserError if metrics.jsonl, which the run will append to, was longer when the checkpoint was saved."""
     file = config.folder / "metrics.jsonl"
     size = file.stat().st_size if file.exists() else 0

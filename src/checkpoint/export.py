@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.checkpoint.files import discard, incomplete_path, make_readable, new_folder, planted, step_of
-from src.checkpoint.store import best_first, first_valid, score_at
+from src.checkpoint.store import Store, best_first, score_at
 from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
 from src.config.errors import as_run_error, raise_if_any
@@ -21,10 +21,10 @@ from src.tasks.base import Cards, Metrics, Task, Tensors
 from src.training.run import Run
 
 
-def export_model(run: Run, say: Callable[[str], None]) -> Metrics:
+def export_model(run: Run, store: Store, say: Callable[[str], None]) -> Metrics:
     """Write the last or, with export_best, the best weights and a model card into the folder `model`, replacing an
     earlier export. Return the evaluation of these weights. Collective: under FSDP each process has a shard."""
-    evaluated = _load_best(run, say) if run.config.checkpoint.export_best else run.progress.evaluation
+    evaluated = _load_best(run, store, say) if run.config.checkpoint.export_best else run.progress.evaluation
     run.model.eval()
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
     with replacing(folder) if run.is_main else contextlib.nullcontext(incomplete_path(folder.resolve())) as incomplete:
@@ -40,13 +40,11 @@ def export_model(run: Run, say: Callable[[str], None]) -> Metrics:
     return evaluated
 
 
-def _load_best(run: Run, say: Callable[[str], None]) -> Metrics:
+def _load_best(run: Run, store: Store, say: Callable[[str], None]) -> Metrics:
     """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
     weights, and return the last evaluation. Collective."""
     evaluations, settings = run.progress.evaluations, run.config.checkpoint
-    found = run.store.candidates() if run.is_main else []  # only the main process's answer counts
-    candidates = best_first(found, settings, evaluations)
-    path, damaged = first_valid(run.accelerator, candidates, run.store)
+    path, damaged = store.first_valid(best_first(store.checkpoints(), settings, evaluations))
     for damaged_path, why in damaged.items():
         say(f"WARNING: {damaged_path}: {why}")
     if path is None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,14 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Return those of the paths that have the name of a checkpoint, sorted by step."""
+    return sorted((path for path in paths if is_checkpoint_name(path.name)), key=step_of, reverse=True)
+
+
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints in a folder, whole or damaged, newest first."""
-    found = [path for path in checkpoints.glob("step_*") if is_checkpoint_name(path.name) and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    """Return the checkpoints in a folder, intact or damaged, newest first."""
+    return newest_first(path for path in checkpoints.glob("step_*") if path.is_dir())
 
 
 def incomplete_path(path: Path) -> Path:

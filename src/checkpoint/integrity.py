@@ -69,7 +69,7 @@ def problems(checkpoint: Path, contents: bool = True, shard: tuple[int, int] = (
         pass  # of another version, as is said where it is loaded
 
 
-def require_whole(checkpoint: Path) -> None:
+def require_intact(checkpoint: Path) -> None:
     """Raise a UserError if the checkpoint is damaged."""
     if wrong := next(problems(checkpoint), None):
         raise UserError(f"{checkpoint}: {wrong}")

@@ -7,7 +7,7 @@ from torch import nn
 
 from src.checkpoint.compatibility import read_state, require_same_frozen
 from src.checkpoint.files import MANIFEST, STATE, list_checkpoints, saved_settings
-from src.checkpoint.integrity import require_whole
+from src.checkpoint.integrity import require_intact
 from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config, config_from
 from src.config.errors import UserError
@@ -21,7 +21,7 @@ def find_model(source: str) -> Path:
     path = Path(source)
     for place in (path / "model", *list_checkpoints(path / "checkpoints"), path):
         if is_checkpoint_folder(place):
-            require_whole(place)
+            require_intact(place)
         if any(place.glob("*.safetensors")):
             return place
     raise UserError(f"{source}: neither a run's output folder, nor a model, nor a checkpoint")

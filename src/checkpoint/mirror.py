@@ -3,13 +3,16 @@ resume.
 
     <mirror>/<run_name>/step_00000500/    the checkpoint's files, metrics.jsonl; then manifest.json
 
-A checkpoint in the mirror counts only once its manifest is there. If the machines share a disk, the main process copies
-each checkpoint after publishing it. Otherwise each process copies the files that it wrote, the manifest in the mirror
-publishes them, and at the next start each machine fetches the whole checkpoint.
+A checkpoint in the mirror counts only once its manifest is there. The main process publishes a checkpoint on its disk,
+then copies it. A process that does not see that disk copies its own files while saving. At the start, each disk fetches
+the checkpoint that it lacks.
 """
 
+import contextlib
 import os
-from functools import cached_property
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
@@ -19,37 +22,22 @@ from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 from src.checkpoint.compatibility import read_state
-from src.checkpoint.files import (
-    INCOMPLETE,
-    MANIFEST,
-    discard,
-    incomplete_path,
-    is_checkpoint_name,
-    list_checkpoints,
-    new_folder,
-    remove_incomplete,
-    step_of,
-    write_text,
-)
+from src.checkpoint.files import INCOMPLETE, MANIFEST, Json, discard, incomplete_path, new_folder, newest_first, step_of
 from src.checkpoint.integrity import manifest, quarantine
-from src.checkpoint.store import chosen
+from src.checkpoint.store import Store
 from src.config.config import Config
-from src.config.errors import RunError, as_run_error, as_user_error, cause
+from src.config.errors import as_run_error, as_user_error, cause
 from src.config.terminal import say
 from src.distributed.accelerator import local_main_process_first
+from src.training.progress import Evaluations
 
 
-class Mirror:
-    """The mirror of a run. A checkpoint is named by its path in the output folder, even if only the mirror has it."""
-
-    copying: Path | None = None
-    """The published checkpoint that is being copied."""
+class MirroredStore(Store):
+    """The checkpoints in a run's output folder and in its mirror, each named by its path in the output folder."""
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
         """Find out whether the machines share a disk. Raise a UserError if the mirror is not writable. Collective."""
-        self._config, self._own = config, config.folder / "checkpoints"
-        self._accepted = Callback()
-        """Counts the files, or parts of files, that the mirror has accepted."""
+        super().__init__(accelerator, config)
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{config.folder_name}"
         probe = f"{INCOMPLETE}{os.urandom(8).hex()}"
         with as_user_error(f"checkpoint.mirror={config.checkpoint.mirror}: "):
@@ -59,103 +47,125 @@ class Mirror:
                 self._fs.pipe_file(f"{self._root}/{probe}", b"probe")
                 self._fs.rm_file(f"{self._root}/{probe}")
         if accelerator.is_main_process:
-            (self._own / probe).mkdir(parents=True)  # deleted with what crashes have left behind
+            (self.folder / probe).mkdir(parents=True)
         (of_main,) = broadcast_object_list([probe])
-        self.is_disk_shared = all(gather_object([(self._own / of_main).exists()]))
-
-    @cached_property
-    def _copier(self) -> ThreadPool:
+        self._sees_main = (self.folder / of_main).exists()
+        """Whether this machine has the main process's disk."""
+        self._is_first = accelerator.is_main_process or (accelerator.is_local_main_process and not self._sees_main)
+        """Whether this is the first process of a disk."""
+        if not all(gather_object([self._sees_main])):
+            self.timeout = timedelta(days=1)  # copies take their time
+            self.shard = 0, 1  # each process verifies all files
+        if accelerator.is_main_process:
+            (self.folder / probe).rmdir()
+        self.copier = ThreadPool(1)
         """The copying thread. It does not keep the process from ending, even if it hangs."""
-        return ThreadPool(1)
+        self._copying: Path | None = None
+        self._accepted = Callback()
+        """Counts the files, or parts of files, that the mirror has accepted."""
 
-    def checkpoints(self, having: str = MANIFEST) -> list[Path]:
+    def checkpoints(self) -> list[Path]:
+        return newest_first({*super().checkpoints(), *self._mirrored()})
+
+    def _mirrored(self, having: str = MANIFEST) -> list[Path]:
         """Return the checkpoints that have such a file in the mirror, newest first; by default, the complete ones."""
-        found = {self._own / Path(path).parent.name for path in self._fs.glob(f"{self._root}/step_*/{having}")}
-        return sorted((path for path in found if is_checkpoint_name(path.name)), key=step_of, reverse=True)
+        return newest_first({self.folder / path.split("/")[-2] for path in self._fs.glob(f"{self._root}/*/{having}")})
 
-    def fetch(self, checkpoint: Path, accelerator: Accelerator) -> None:
-        """Replace a damaged or missing checkpoint on each disk with the mirror's, if that has it. Fetch its
-        metrics.jsonl too, unless the local one continues that. Collective."""
-        # as the main process sees the mirror: others may not see all of it yet
-        (is_there,) = broadcast_object_list([accelerator.is_main_process and checkpoint in self.checkpoints()])
-        is_first = accelerator.is_main_process if self.is_disk_shared else accelerator.is_local_main_process
-        with as_run_error(f"{self.url}: "), local_main_process_first(accelerator):  # without a timeout
-            if is_there and is_first:
-                remove_incomplete(checkpoint.parent)
-                incomplete = incomplete_path(checkpoint)
-                new_folder(incomplete)
-                self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
-                metrics, saved = self._config.folder / "metrics.jsonl", (incomplete / "metrics.jsonl").read_bytes()
-                is_continued = metrics.exists() and metrics.read_bytes().startswith(saved)
-                # before the checkpoint, which would not be fetched again without its log
-                if accelerator.is_main_process and not is_continued:
-                    quarantine(metrics)
-                    write_text(metrics, saved.decode(errors="replace"))
-                discard(checkpoint)
-                incomplete.rename(checkpoint)
-        if is_there and accelerator.is_main_process:
-            say(f"fetched from {self.url}/{checkpoint.name}")
+    def problems(self, checkpoint: Path) -> list[str]:
+        """Do so. If there are any, fetch it from the mirror first."""
+        if not (wrong := super().problems(checkpoint)):
+            return wrong
+        with local_main_process_first(self.accelerator), as_run_error(f"{self.url}: "):
+            if self._is_first and checkpoint in self._mirrored():
+                self._fetch(checkpoint)
+        return super().problems(checkpoint)
 
-    def copy_in_background(self, checkpoint: Path) -> None:
-        """Copy a published checkpoint once the current copy is done, unless a newer one has been published by then."""
-        self._copier.apply_async(self._copy_newest, (checkpoint,))
+    def _fetch(self, checkpoint: Path) -> None:
+        """Put the mirror's checkpoint in place of this disk's, and its log, unless the one here continues that."""
+        incomplete = incomplete_path(checkpoint)
+        new_folder(incomplete)
+        self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
+        log, saved = self.config.folder / "metrics.jsonl", incomplete / "metrics.jsonl"
+        is_continued = log.exists() and log.read_bytes().startswith(saved.read_bytes())
+        # before the checkpoint, which would not be fetched again without its log
+        if self.accelerator.is_main_process and not is_continued:
+            quarantine(log)
+            shutil.copy(saved, log)
+        for stale in [checkpoint] if self._sees_main else super().checkpoints():
+            discard(stale)
+        incomplete.rename(checkpoint)
+        say(f"fetched from {self.url}/{checkpoint.name}")
 
-    def _copy_newest(self, checkpoint: Path) -> None:
-        self.copying = checkpoint
-        try:
-            if checkpoint not in list_checkpoints(self._own)[:1]:
-                raise RunError(f"{self.url} is slower than the saves")
-            self._copy(checkpoint, *manifest(checkpoint))
-            say(f"mirrored to {self.url}/{checkpoint.name}")
-        except Exception as error:
-            say(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
-        self.copying = None
+    def begin(self, folder: Path) -> None:
+        if self._is_first:
+            new_folder(folder)
+
+    def record(self, folder: Path, *names: str) -> Json:
+        """Do so. If this machine does not have the main process's disk, copy the files to the mirror."""
+        if not self._sees_main:
+            self._put(folder, *names)
+        return super().record(folder, *names)
+
+    def rotate(self, evaluations: Evaluations) -> None:
+        """Do so. Copy the newest once the current copy is done, unless a newer one has been published by then."""
+        for newest in super().checkpoints()[:1]:
+            self.copier.apply_async(self._copy, [newest])
+        super().rotate(evaluations)
+
+    def kept(self, checkpoints: list[Path], evaluations: Evaluations) -> list[Path]:
+        return super().kept(checkpoints, evaluations) + [path for path in checkpoints if path == self._copying]
+
+    def _put(self, folder: Path, *names: str) -> None:
+        """Copy these files of a checkpoint."""
+        for name in names:
+            there = f"{self._root}/{folder.name.removeprefix(INCOMPLETE)}/{name}"
+            self._fs.put_file(f"{folder}/{name}", there, callback=self._accepted)
+            self._accepted.relative_update()  # not all file systems report parts of a file
 
     def wait(self) -> None:
-        """Wait for the copies in the background, as `copy` does. Warn if they hang."""
+        """Wait for the copies. Give up, with a warning, if the mirror accepts nothing for half of timeout_minutes."""
+        done, seen = self.copier.apply_async(int), -1
+        while not done.ready() and seen != self._accepted.value:
+            seen = self._accepted.value
+            done.wait(30 * self.config.timeout_minutes)
+        if not done.ready():
+            say(f"WARNING: {self.url} accepts nothing, and lacks the newest checkpoint")
+
+    def _copy(self, checkpoint: Path) -> None:
+        """Copy a published checkpoint, and delete superfluous ones. A failure is a warning."""
+        self._copying, there = checkpoint, f"{self._root}/{checkpoint.name}"
         try:
-            self.copy(self._own)
-        except RunError as error:
-            say(f"WARNING: the mirror lacks the newest checkpoint: {error}")
+            if checkpoint != super().checkpoints()[0]:
+                raise OSError(f"{self.url} is slower than the saves")
+            state = read_state(checkpoint)
+            if checkpoint not in self._mirrored():
+                files = manifest(checkpoint)
+                self._put(checkpoint, *(name for name in files if (checkpoint / name).exists()))
+                for name in files:
+                    if not self._fs.exists(f"{there}/{name}"):
+                        raise OSError(f"{name} is missing in {self.url}: all machines need the same mirror")
+                log = (self.config.folder / "metrics.jsonl").read_bytes()
+                self._fs.pipe_file(f"{there}/metrics.jsonl", log[: state.metrics_bytes])
+                self._fs.put_file(f"{checkpoint}/{MANIFEST}", f"{there}/{INCOMPLETE}")
+                self._fs.mv(f"{there}/{INCOMPLETE}", f"{there}/{MANIFEST}")  # whole or not at all
+                say(f"mirrored to {self.url}/{checkpoint.name}")
+            kept = super().kept(self._mirrored(), state.progress.evaluations)
+            for old in self._mirrored("*"):
+                if old not in kept and step_of(old) < step_of(checkpoint):  # others may be copying a newer one
+                    self._fs.rm(f"{self._root}/{old.name}", recursive=True)
+        except Exception as error:
+            say(f"WARNING: {checkpoint} is not in the mirror: {cause(error)}")
+        self._copying = None
 
-    def copy(self, folder: Path, *names: str) -> None:
-        """Copy these files of a checkpoint, after what is copied in the background. Wait until it is done.
 
-        Raise a RunError if the mirror accepts nothing for half of timeout_minutes; the copy then continues unattended.
-        """
-        done, accepted = self._copier.apply_async(self._copy, (folder, *names)), -1
-        while not done.ready():
-            if accepted == self._accepted.value:
-                raise RunError(
-                    f"{self.url} accepted nothing for half of timeout_minutes={self._config.timeout_minutes:g}"
-                )
-            accepted = self._accepted.value
-            done.wait(30 * self._config.timeout_minutes)
-        done.get()
-
-    def _copy(self, folder: Path, *names: str) -> None:
-        """Copy these files. If the checkpoint has its manifest by now, complete it: add metrics.jsonl as it was then,
-        and the manifest, and delete superfluous checkpoints."""
-        there = f"{self._root}/{folder.name.removeprefix(INCOMPLETE)}"
-        for name in names:
-            self._fs.put_file(f"{folder}/{name}", f"{there}/{name}", callback=self._accepted)
-            self._accepted.relative_update()  # not all file systems report parts of a file
-        if not (folder / MANIFEST).exists():
-            return  # without a shared disk, other processes still copy theirs
-        for name in manifest(folder):
-            if not self._fs.exists(f"{there}/{name}"):
-                raise OSError(f"{name} is missing in {self.url}: all machines need the same mirror")
-        state = read_state(folder)
-        metrics = (self._config.folder / "metrics.jsonl").read_bytes()
-        self._fs.pipe_file(f"{there}/metrics.jsonl", metrics[: state.metrics_bytes])
-        self._fs.put_file(f"{folder}/{MANIFEST}", f"{there}/{INCOMPLETE}")
-        self._fs.mv(f"{there}/{INCOMPLETE}", f"{there}/{MANIFEST}")  # whole or not at all
-        complete = self.checkpoints()
-        kept = chosen(complete, self._config.checkpoint, state.progress.evaluations)
-        for checkpoint in self.checkpoints(having="*"):
-            if checkpoint in kept:
-                continue
-            old = f"{self._root}/{checkpoint.name}"
-            if checkpoint in complete:  # first, or the rest would count as a checkpoint
-                self._fs.rm_file(f"{old}/{MANIFEST}")
-            self._fs.rm(old, recursive=True)
+@contextlib.contextmanager
+def mirrored(accelerator: Accelerator, config: Config) -> Iterator[Store]:
+    """Open the store of a run, which may have a mirror. Unless the run fails, wait for the copies in the end.
+    Collective."""
+    if not (config.checkpoint.mirror and config.saves):
+        yield Store(accelerator, config)
+        return
+    store = MirroredStore(accelerator, config)
+    with contextlib.closing(store.copier):
+        yield store
+        store.wait()

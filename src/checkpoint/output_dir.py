@@ -1,10 +1,7 @@
 """Refuse and lock output folders: a run must not write into another run's folder, or one that is not writable."""
 
-import atexit
-import contextlib
 import fcntl
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -46,7 +43,7 @@ def _run_errors(config: Config, checkpoints: list[Path]) -> Iterator[str]:
     if checkpoints and not held:
         held.append("checkpoint.mirror")
     elsewhere = f"{ANOTHER_PLACE}, or move that folder away"
-    lost = f"output_dir={folder}: its run saved checkpoints, but none are left: restore {folder / 'checkpoints'}"
+    lost = f"output_dir={folder}: its checkpoints are missing: restore {folder / 'checkpoints'}"
     holds, a_run = f"output_dir={folder}: already holds", f"a run ({', '.join(held)})"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
@@ -62,10 +59,9 @@ def _run_errors(config: Config, checkpoints: list[Path]) -> Iterator[str]:
     elif held and config.resume == "never":
         yield f"{holds} {a_run}; {elsewhere}"
     elif held and not checkpoints:
-        if "summary.json" in held or "model" in held or not saved:
+        is_another = changed_settings(config, saved).keys() - LENGTH_SETTINGS if saved else True
+        if is_another or "summary.json" in held or "model" in held:
             yield f"{holds} {a_run}, but no checkpoint of it; {elsewhere}"
-        elif changed_settings(config, saved).keys() - LENGTH_SETTINGS:
-            yield f"{holds} the start of a run with other settings; {elsewhere}"
         elif _had_checkpoints(folder, saved):
             yield f"{lost}; or {elsewhere}"
 
@@ -100,27 +96,15 @@ def _write_errors(folder: Path) -> Iterator[str]:
             yield f"output_dir={folder}: cannot write to {path}, {error.strerror}; choose another --output_dir"
 
 
-def lock_run(folder: Path) -> None:
-    """Lock an output folder and its checkpoints, if those are on another disk: two runs must not share them either."""
-    lock(folder)
-    checkpoints = folder / "checkpoints"
-    if checkpoints.is_symlink():
-        lock(checkpoints)
-
-
 def lock(folder: Path) -> None:
     """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
     after PATIENCE_SECONDS, or the file that is locked is a link or another user's."""
-    if not os.path.exists(folder):
-        atexit.register(_delete_if_empty, folder)
-    file = folder / LOCK
+    hint = f"delete {LOCK} there if a run of another user has left it"
+    with as_user_error(f"output_dir={folder}: cannot be locked, {hint}: ", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        # not the folder itself, which whoever may read it could lock
+        descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR, 0o600)
     for second in range(PATIENCE_SECONDS):
-        hint = f"delete {LOCK} there if a run of another user has left it"
-        with as_user_error(f"output_dir={folder}: cannot be locked, {hint}: ", OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            is_for_group = folder.stat().st_mode & stat.S_IWGRP  # a folder that its group writes into
-            # not the folder itself, which whoever may read it could lock
-            descriptor = os.open(file, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR, 0o660 if is_for_group else 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -128,18 +112,9 @@ def lock(folder: Path) -> None:
                 SIGNALS.die()
             if second == 0:
                 say(f"{folder}: another process is still writing this run; waiting for it to end")
-            os.close(descriptor)
             time.sleep(1)
-            continue
         except OSError:  # a file system without locks
-            pass
-        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):  # else the one before has deleted it
-            atexit.register(file.unlink, missing_ok=True)
+            return
+        else:
             return
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
-
-
-def _delete_if_empty(folder: Path) -> None:
-    """Delete the empty folder that a refused run would leave behind."""
-    with contextlib.suppress(OSError):
-        folder.rmdir()

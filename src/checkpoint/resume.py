@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
-from src.checkpoint.compatibility import note_changes, read_state, require_same_origin, require_whole_metrics
+from src.checkpoint.compatibility import note_changes, read_state, require_full_log, require_same_origin
 from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings, step_of
 from src.checkpoint.integrity import Damaged, quarantine
-from src.checkpoint.output_dir import folder_errors, lock_run
+from src.checkpoint.output_dir import folder_errors, lock
 from src.checkpoint.rng import random_file, restore_random_state
 from src.checkpoint.status import answer_at_start
-from src.checkpoint.store import Store, first_valid
+from src.checkpoint.store import Store
 from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
 from src.config.environment import command_with
@@ -55,37 +55,36 @@ def origin_of(
     )
 
 
-def find_checkpoint(accelerator: Accelerator, config: Config, store: Store) -> ResumePoint:
-    """Find the newest valid checkpoint in the output folder or else the one to branch off from. Collective.
+def find_checkpoint(config: Config, store: Store) -> ResumePoint:
+    """Find the newest valid checkpoint in the store or else the one to branch off from. Collective.
 
     Raises:
         UserError: the run must not write into its output folder, no checkpoint is valid, or changed settings make this
             a different run.
     """
-    point = ResumePoint()
+    point, is_main = ResumePoint(), store.accelerator.is_main_process
     if config.mode != "check":
-        if accelerator.is_main_process and config.saves:
-            lock_run(config.folder)
+        is_writer = is_main and config.saves
+        if is_writer:
+            lock(config.folder)
+        candidates = store.checkpoints()
+        if is_writer:
             # check again: whoever held the lock may have written there
-            raise_if_any(folder_errors(config, store.candidates()))
-            remove_incomplete(config.folder / "checkpoints")
-        checkpoint, damaged = _choose(accelerator, config, store)
+            raise_if_any(folder_errors(config, candidates))
+            remove_incomplete(store.folder)
+        if parent := parent_checkpoint(config):
+            candidates.append(parent)
+        checkpoint, damaged = store.first_valid(candidates if config.resume != "never" else [])
         point = _check_compatible(config, checkpoint, damaged)
-        if accelerator.is_main_process:
-            _adopt(config, store, point, damaged)
+        if is_main:
+            if checkpoint and (own := point.own_state(config)):
+                require_full_log(config, checkpoint, own)
+            # only the run's own: the checkpoint that it branches off from is the last candidate
+            for path in damaged if config.saves else ():
+                quarantine(path)
     if not point.is_finished:
-        answer_at_start(config, point, accelerator.is_main_process)
+        answer_at_start(config, point, is_main)
     return point
-
-
-def _choose(accelerator: Accelerator, config: Config, store: Store) -> tuple[Path | None, Damaged]:
-    """Return the newest valid checkpoint, and what is wrong with newer ones. Collective."""
-    if config.resume == "never":
-        return None, {}
-    candidates = store.candidates() if accelerator.is_main_process else []  # only the main process's answer counts
-    if parent := parent_checkpoint(config):
-        candidates.append(parent)
-    return first_valid(accelerator, candidates, store)
 
 
 def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged) -> ResumePoint:
@@ -116,28 +115,12 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
     return point
 
 
-def _adopt(config: Config, store: Store, point: ResumePoint, damaged: Damaged) -> None:
-    """Make sure that metrics.jsonl matches the run's own checkpoint, that no damaged checkpoint is in the way, and that
-    the mirror gets what it lacks."""
-    if point.checkpoint and (own := point.own_state(config)):
-        require_whole_metrics(config, point.checkpoint, own)
-    if config.saves:
-        # only the run's own: the checkpoint that it branches off from is the last candidate
-        for path in damaged:
-            quarantine(path)
-    if store.mirror and point.is_own(config):
-        if point.checkpoint not in store.mirror.checkpoints():
-            store.mirror.copy_in_background(point.checkpoint)
-        if point.is_finished:
-            store.mirror.wait()
-
-
 def load_checkpoint(run: Run) -> None:
     """Seed this process's random number generators. If there is a checkpoint, restore weights, optimizer state and
     generators from it. Collective.
 
     Raises:
-        UserError: the checkpoint is of another model, or was trained on different data.
+        UserError: the checkpoint does not fit this model, or was trained on different data.
     """
     checkpoint, saved, step = run.resume.checkpoint, run.resume.state, run.progress.step
     # The model was built from the same seed everywhere. From here on each process draws its own random numbers, such as
@@ -159,7 +142,7 @@ def load_checkpoint(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def explaining_lost_machine(run: Run) -> Iterator[None]:
+def explaining_lost_machine(run: Run, store: Store) -> Iterator[None]:
     """Turn a collective's error into a RunError that says where the run resumes, if another machine was lost."""
     try:
         yield
@@ -168,7 +151,7 @@ def explaining_lost_machine(run: Run) -> Iterator[None]:
         if num_machines() == 1 or not is_lost:
             raise
         leave_it_to_others()  # if a process of this machine failed
-        newest = next(iter(run.store.candidates()), None)
+        newest = next(iter(store.checkpoints()), None)
         resumes = f"resume from step {step_of(newest)}" if newest else "start over, as there is no checkpoint yet"
         lost = f"a process on another machine was lost after step {run.progress.step}"
         raise RunError(f"{lost}: run the same command on all machines; they {resumes}") from error

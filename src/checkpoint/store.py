@@ -1,13 +1,15 @@
 """Where the checkpoints of a run are, which is the newest valid one, and which ones to keep."""
 
+import contextlib
 import math
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from src.checkpoint.files import INCOMPLETE, Json, discard, list_checkpoints, publish, step_of
+from src.checkpoint.files import INCOMPLETE, Json, discard, file_facts, list_checkpoints, new_folder, step_of
 from src.checkpoint.integrity import Damaged, problems
 from src.config.config import Config
 from src.config.groups import Checkpoint
@@ -16,67 +18,62 @@ from src.training.score import score
 
 
 class Store:
-    """The checkpoints in a run's output folder, and their copies in its mirror, if it has one."""
+    """The checkpoints in a run's output folder, which all machines share."""
 
-    def __init__(self, config: Config, mirror: Any = None) -> None:
-        self._config, self._own = config, config.folder / "checkpoints"
-        self.mirror = mirror
-        """A Mirror of src/checkpoint/mirror.py."""
-        self.is_shared = mirror is None or mirror.is_disk_shared
-        """Whether all machines see the same output folder. If not, only the mirror has whole checkpoints."""
+    def __init__(self, accelerator: Accelerator, config: Config) -> None:
+        self.accelerator, self.config = accelerator, config
+        self.folder = config.folder / "checkpoints"
+        self.timeout = timedelta(minutes=config.timeout_minutes)
+        """How long a process waits until the others have written their files."""
+        self.shard = accelerator.process_index, accelerator.num_processes
+        """(r, n): this process verifies every n-th file of a checkpoint, starting at the r-th."""
 
-    def candidates(self) -> list[Path]:
-        """Return the checkpoints to resume from, newest first, by their path in the output folder."""
-        mirrored = self.mirror.checkpoints() if self.mirror else []
-        return sorted({*list_checkpoints(self._own), *mirrored}, key=step_of, reverse=True)
+    def checkpoints(self) -> list[Path]:
+        """Return the checkpoints, newest first."""
+        return list_checkpoints(self.folder)
 
-    def publish_checkpoint(self, folder: Path, files: Json, checkpoint: Path) -> None:
-        """Publish a checkpoint that all processes have written, on a shared disk. Called on the main process. Raise an
-        OSError if a file is missing, or incomplete.
+    def first_valid(self, candidates: list[Path]) -> tuple[Path | None, Damaged]:
+        """Return the first valid one of the main process's candidates, and what is wrong with those before it.
+        Collective."""
+        # as the main process sees them: a change to a file system reaches machines at different times
+        (candidates,) = broadcast_object_list([candidates])
+        damaged: Damaged = {}
+        for checkpoint in candidates:
+            wrong = self.problems(checkpoint)
+            if not wrong:
+                return checkpoint, damaged
+            damaged[checkpoint] = wrong[0]
+        return None, damaged
 
-        Args:
-            folder: folder of the incomplete checkpoint.
-            files: manifest entry of each file, by name.
-        """
-        for name, facts in files.items():
-            file = folder / name
-            if not file.exists() or file.stat().st_size != facts["bytes"]:
-                raise OSError(f"{file} differs from what was written: share output_dir, or set checkpoint.mirror")
-        publish(folder, files, checkpoint)
-        if self.mirror:
-            self.mirror.copy_in_background(checkpoint)
+    def problems(self, checkpoint: Path) -> list[str]:
+        """Return what is wrong with a checkpoint, of which each process reads a part. Collective."""
+        return gather_object([*problems(checkpoint, shard=self.shard)])
+
+    def begin(self, folder: Path) -> None:
+        """Make the folder of an incomplete checkpoint, before any process writes into it."""
+        if self.accelerator.is_main_process:
+            new_folder(folder)
+
+    def record(self, folder: Path, *names: str) -> Json:
+        """Return the manifest's entries of files that this process has written into an incomplete checkpoint."""
+        return {name: file_facts(folder / name) for name in names}
 
     def rotate(self, evaluations: Evaluations) -> None:
         """Delete the checkpoints in the output folder that the settings don't keep. A crash in between leaves nothing
-        that looks like a checkpoint."""
-        whole = [path for path in list_checkpoints(self._own) if not any(problems(path, contents=False))]
-        kept = [*chosen(whole, self._config.checkpoint, evaluations), self.mirror and self.mirror.copying]
-        for path in whole:
-            if path not in kept:
-                discard(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
+        that looks like a checkpoint. Called on the main process."""
+        published = list_checkpoints(self.folder)
+        for path in set(published).difference(self.kept(published, evaluations)):
+            discard(path.rename(path.with_name(f"{INCOMPLETE}deleted_{path.name}")))
+
+    def kept(self, checkpoints: list[Path], evaluations: Evaluations) -> list[Path]:
+        """Return those of the checkpoints, newest first, that the settings keep."""
+        settings = self.config.checkpoint
+        return checkpoints[: settings.keep_last] + best_first(checkpoints, settings, evaluations)[: settings.num_best]
 
 
-def first_valid(accelerator: Accelerator, candidates: list[Path], store: Store) -> tuple[Path | None, Damaged]:
-    """Return the first valid one of the main process's candidates, and what is wrong with those before it. The
-    processes that share a disk read a part of the files each. Collective."""
-    # as the main process sees them: a change to a file system reaches machines at different times
-    (candidates,) = broadcast_object_list([candidates])
-    damaged: Damaged = {}
-    shard = (accelerator.process_index, accelerator.num_processes) if store.is_shared else (0, 1)
-    for checkpoint in candidates:
-        wrong = gather_object(list(problems(checkpoint, shard=shard)))
-        if wrong and store.mirror:
-            store.mirror.fetch(checkpoint, accelerator)
-            wrong = gather_object(list(problems(checkpoint, shard=shard)))
-        if not wrong:
-            return checkpoint, damaged
-        damaged[checkpoint] = wrong[0]
-    return None, damaged
-
-
-def chosen(whole: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
-    """Return those of the whole checkpoints, newest first, that the settings keep."""
-    return whole[: settings.keep_last] + best_first(whole, settings, evaluations)[: settings.num_best]
+def local_store(accelerator: Accelerator, config: Config) -> AbstractContextManager[Store]:
+    """Open the store of a run without a mirror."""
+    return contextlib.nullcontext(Store(accelerator, config))
 
 
 def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:

@@ -60,16 +60,17 @@ def rank_state_dict(tensors: Tensors, rank: int, world_size: int) -> Tensors:
 
 def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
     """Load the weights, and the state of `optimizers`, in place, whatever strategy and number of processes saved them.
-    Raise a UserError if the checkpoint is of another model. Collective."""
+    Raise a UserError if the checkpoint does not fit this model. Collective."""
     saved, own = saved_tensors(checkpoint), model_tensors(model)
-    there = {name: tuple(saved[name].size) for name in saved if name.startswith("model.")}
-    here = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    there = {name: f"has shape {tuple(saved[name].size)}" for name in saved if name.startswith("model.")}
+    here = {name: f"has shape {tuple(tensor.shape)}" for name, tensor in own.items()}
+    absent = "is missing"
     if differing := [
-        f"{name.removeprefix('model.')} is {there.get(name, 'absent')} in it and {here.get(name, 'absent')} here"
+        f"{name.removeprefix('model.')} {there.get(name, absent)} in the checkpoint and {here.get(name, absent)} here"
         for name in {**here, **there}
         if here.get(name) != there.get(name)
     ]:
-        raise UserError(f"{checkpoint} is of another model: {listed(differing)}")
+        raise UserError(f"{checkpoint} does not fit this model: {listed(differing)}")
     stateful = {name.rpartition(".")[0] for name in saved}  # a parameter that never had a gradient has no state
     for name, parameter in own.items():
         if optimizers and name.replace("model.", "optimizer.", 1) in stateful:

@@ -1,18 +1,17 @@
 """Save while training continues: copy the tensors, and write the copy in the background."""
 
+import contextlib
 import json
 import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -20,19 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.files import (
-    MANIFEST,
-    STATE,
-    discard,
-    file_facts,
-    incomplete_path,
-    new_folder,
-    sync,
-    write_json,
-    write_text,
-)
+from src.checkpoint.files import STATE, discard, incomplete_path, publish, sync, write_json, write_text
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.status import write_unfinished
+from src.checkpoint.store import Store
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import as_user_error, cause
 from src.training.out_of_memory import explaining_memory
@@ -46,19 +36,17 @@ HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
 class CheckpointWriter:
     """Writes the checkpoints of a run, one after the other. All processes make the same calls."""
 
-    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
-        """Prepare to write checkpoints of `run`. `say` prints a line on the main process."""
+    def __init__(self, run: Run, store: Store, say: Callable[[str], None]) -> None:
+        """Prepare to write checkpoints of `run` into `store`. `say` prints a line on the main process."""
         self.newest = run.resume.checkpoint
         """The last checkpoint; None: there is none yet."""
         self.pause_seconds = 0.0
         """Total seconds that saves have paused training."""
-        self._run, self._say = run, say
+        self._run, self._store, self._say = run, store, say
         self._group: Any = None
         if torch.distributed.is_initialized():
             # a group of its own: collectives of the background thread must not mix with the loop's
-            # copies to a mirror may take any time; `poll` finds a process that hangs meanwhile
-            timeout = timedelta(minutes=run.config.timeout_minutes) if run.store.is_shared else timedelta(days=7)
-            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=store.timeout)
         on_cuda = run.device.type == "cuda"
         # with use_async_staging, a thread would not wait for the optimizer's kernels
         self._options = StagingOptions(
@@ -66,20 +54,29 @@ class CheckpointWriter:
         )
         self._stager = DefaultStager(self._options)  # keeps its buffers between saves
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
+        if run.is_main:
+            with contextlib.suppress(OSError):
+                store.rotate(run.progress.evaluations)  # the settings may keep fewer than before
 
-    def save(self, tracker_state: dict[str, Any]) -> None:
-        """Start writing a checkpoint of the current state, after the previous one is done. On the main process,
-        `tracker_state` has metrics_bytes and run_id of RunState."""
+    def save(self, metrics_bytes: int, run_id: str) -> None:
+        """Start writing a checkpoint of the current state, after the previous one is done. The main process knows the
+        length of metrics.jsonl, and the id under which the run is logged."""
         started = time.perf_counter()
         self.poll(wait=True)
         run = self._run
-        checkpoint = run.config.folder / "checkpoints" / f"step_{run.progress.step:08d}"
+        checkpoint = self._store.folder / f"step_{run.progress.step:08d}"
         if checkpoint == self.newest:
             return
         # not a deep copy, which would take longer with each evaluation: of its dicts, only the one of evaluations
         # changes, and that one is copied
-        state = RunState(progress=replace(run.progress), origin=run.origin, **tracker_state)
-        writer = StorageWriter(checkpoint, state, run)
+        state = RunState(
+            progress=replace(run.progress),
+            origin=run.origin,
+            metrics_bytes=metrics_bytes,
+            run_id=run_id,
+            folder=str(run.config.folder.resolve()),
+        )
+        writer = StorageWriter(checkpoint, state, run, self._store)
         if torch.__version__ < "2.13":  # older stagers close themselves after a save
             self._stager = DefaultStager(self._options)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
@@ -94,10 +91,7 @@ class CheckpointWriter:
     def poll(self, wait: bool = False) -> None:
         """Report on the checkpoint being written, if it is done. A process that cannot write is a warning. A failed
         collective ends the run, as it would fail every time."""
-        # a copy to a mirror may take longer than a collective's timeout
-        while wait and not self._run.store.is_shared and any(gather_object([self._is_busy()])):
-            time.sleep(0.1)
-        if self._pending is None or (self._is_busy() and not wait):
+        if self._pending is None or not (wait or self._pending[1].done()):
             return
         writer, future, pause = self._pending
         self._pending = None
@@ -112,66 +106,54 @@ class CheckpointWriter:
             self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         if self._run.accelerator.is_local_main_process:
             discard(writer.folder)  # if it was not published on this machine
-            if not self._run.store.is_shared:
-                self._run.store.rotate(writer.state.progress.evaluations)  # fetched checkpoints
-
-    def _is_busy(self) -> bool:
-        return self._pending is not None and not self._pending[1].done()
 
     def close(self) -> None:
-        """Wait for the checkpoint being written and its copy in the mirror, and free the copies' memory."""
+        """Wait for the checkpoint being written, and free the copies' memory."""
         self.poll(wait=True)
         self._stager.close()
-        if self._run.store.mirror:
-            self._run.store.mirror.wait()
 
 
 class StorageWriter(HuggingFaceStorageWriter):
     """DCP's safetensors writer, but into a folder that the coordinator publishes once all processes have written."""
 
-    def __init__(self, checkpoint: Path, state: RunState, run: Run) -> None:
+    def __init__(self, checkpoint: Path, state: RunState, run: Run, store: Store) -> None:
         self.checkpoint, self.state = checkpoint, state
         self.folder = incomplete_path(checkpoint)
         super().__init__(str(self.folder), save_distributed=True)
-        self._run, self._random = run, random_state(run.device)
+        self._rank, self._store, self._random = run.rank, store, random_state(run.device)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder, before any process writes: DCP's own follows a link, and takes what is there."""
-        if self._run.is_main or (self._run.accelerator.is_local_main_process and not self._run.store.is_shared):
-            new_folder(self.folder)
+        self._store.begin(self.folder)
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this process's shard and random state; return their manifest entries as one result. Unlike DCP's own,
         this neither copies the tensors nor holds the interpreter's lock."""
-        random = random_file(self._run.rank)
-        shard = f"shard-{self._run.rank + 1:05d}-model-00001-of-00001.safetensors"  # DCP's name for it
+        random = random_file(self._rank)
+        shard = f"shard-{self._rank + 1:05d}-model-00001-of-00001.safetensors"  # DCP's name for it
+        if not self.folder.exists():
+            raise OSError(f"{self.folder} is not on this machine: share output_dir, or set checkpoint.mirror")
         tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
         with as_user_error(f"{self.folder / shard} cannot be written, "):
             save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
-        facts = {name: file_facts(self.folder / name) for name in (random, shard)}
-        if not self._run.store.is_shared:
-            self._run.store.mirror.copy(self.folder, *facts)
+        files = self._store.record(self.folder, random, shard)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=facts)])
+        done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=files)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint and rotate. Called on the coordinator when all processes have written."""
         write_text(self.folder / STATE, json.dumps(asdict(self.state)))  # bit for bit: NaN stays NaN
-        files = {STATE: file_facts(self.folder / STATE)}
+        files = self._store.record(self.folder, STATE)
         for (result,) in results:
             files |= result.storage_data
-        if not self._run.store.is_shared:  # the manifest in the mirror publishes it
-            write_json(self.folder / MANIFEST, {"files": files})
-            self._run.store.mirror.copy(self.folder, STATE)
-            return
-        self._run.store.publish_checkpoint(self.folder, files, self.checkpoint)
+        publish(self.folder, files, self.checkpoint)
         try:
-            self._run.store.rotate(self.state.progress.evaluations)
-            write_unfinished(self._run.config.folder, self.checkpoint)
+            self._store.rotate(self.state.progress.evaluations)
+            write_unfinished(self._store.config.folder, self.checkpoint)
         except Exception as error:  # the new checkpoint is published
             warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from src.checkpoint.compatibility import read_state
 from src.checkpoint.export import export_weights, replacing, write_cards
 from src.checkpoint.files import MANIFEST, list_checkpoints
-from src.checkpoint.integrity import problems, require_whole
+from src.checkpoint.integrity import problems, require_intact
 from src.checkpoint.load import config_of, is_checkpoint_folder, load_trained_model
 from src.config.errors import UserError
 from src.config.terminal import say
@@ -72,12 +72,12 @@ def main(argv: list[str]) -> int:
     if options.command == "export":
         newest = checkpoints[0]
         folder = options.output or newest.parent.parent / f"model_{newest.name}"
-        require_whole(newest)
+        require_intact(newest)
         export_checkpoint(newest, folder)
         say(f"{folder}")
         return 0
-    are_whole = [print_line(path, options.command == "verify") for path in checkpoints]
-    return 0 if all(are_whole) else 1
+    are_intact = [print_line(path, options.command == "verify") for path in checkpoints]
+    return 0 if all(are_intact) else 1
 
 
 if __name__ == "__main__":

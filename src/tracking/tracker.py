@@ -111,14 +111,14 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
         return self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
 
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint saves so that the log can continue from there."""
+    def sync(self) -> int:
+        """Flush metrics.jsonl to disk. Return its length on the main process, from where a resumed run continues it."""
         if not self._run.is_main:
-            return {}
+            return 0
         self._bar.set_description_str("saving")
         with naming(self.folder / "metrics.jsonl"):
             os.fsync(self._metrics.fileno())
-        return {"metrics_bytes": self._metrics.seek(0, os.SEEK_END), "folder": str(self.folder.resolve())}
+        return self._metrics.seek(0, os.SEEK_END)
 
     def log_stop(self, reason: str, checkpoint: Path | None) -> None:
         """Write that the run was stopped, and how to resume it."""

@@ -39,8 +39,6 @@ class Run:
     config: Config[Task]
     accelerator: Accelerator
     launch: RunSetup
-    store: Any
-    """The store of its checkpoints: a Store of src/checkpoint/store.py."""
     resume: ResumePoint
     """Where it resumes, if it does."""
     model: nn.Module

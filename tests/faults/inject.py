@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 import src.distributed.accelerator
-from src.checkpoint import files, store, write
+from src.checkpoint import files, write
 from src.tasks.mnist import Mnist
 
 STEP = int(os.environ.get("FAULT_STEP", "0"))
@@ -37,11 +37,11 @@ def in_steps(fault: Callable[[], float | None], steps: range = range(STEP, STEP 
     else, which one is the newest would be a matter of chance."""
     calls, save = itertools.count(1), write.CheckpointWriter.save
 
-    def save_and_wait(self: write.CheckpointWriter, tracker_state: dict[str, Any]) -> None:
-        save(self, tracker_state)
+    def save_and_wait(self: write.CheckpointWriter, metrics_bytes: int, run_id: str) -> None:
+        save(self, metrics_bytes, run_id)
         self.poll(wait=True)
-        if self._run.store.mirror:
-            self._run.store.mirror.wait()
+        if hasattr(self._store, "copier"):
+            self._store.copier.apply(int)  # after the copy in the mirror
 
     def plant() -> None:
         before(Mnist, "loss", lambda _, model, __: fault() if model.training and next(calls) in steps else None)
@@ -84,7 +84,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "nan": in_steps(lambda: math.nan),
     "nan forever": in_steps(lambda: math.nan, range(STEP, 10**9)),
     "die before publication": lambda: before(
-        store, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
+        write, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
     ),
     "die in rotation": lambda: before(
         files.shutil, "rmtree", lambda path, **_: die() if "deleted_" in str(path) else None

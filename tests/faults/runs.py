@@ -75,7 +75,8 @@ def found(folder: Path, *arguments: str) -> ResumePoint:
     """What TINY goes on from in this folder, on one process, which is this one and locks it until it ends."""
     accelerator = Accelerator(cpu=True)
     config = run_settings([f"--output_dir={folder}", "--task.source=digits", *TINY, *arguments])
-    return find_checkpoint(accelerator, config, open_store(accelerator, config))
+    with open_store(accelerator, config) as store:
+        return find_checkpoint(config, store)
 
 
 def refusal(folder: Path, *arguments: str) -> list[str]:
