@@ -196,6 +196,7 @@ def test_the_end_of_a_run_waits_for_the_copy(whole: Whole, tmp_path: Path, monke
     monkeypatch.setattr(LocalFileSystem, "put_file", put_slowly)
     shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
     config = run_settings([f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"])
+    store: Any
     with contextlib.suppress(KeyboardInterrupt), mirrored(Accelerator(cpu=True), config) as store:
         store.rotate({})
         raise KeyboardInterrupt
@@ -215,6 +216,7 @@ def test_a_mirror_that_hangs_at_the_end_is_given_up(
     monkeypatch.setattr(LocalFileSystem, "put_file", lambda *arguments, **_: answers.wait() and put_file(*arguments))
     shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
+    store: Any
     with mirrored(Accelerator(cpu=True), run_settings(arguments)) as store:
         store.rotate({})
     says = f"WARNING: {tmp_path}/mirror/mnist accepts nothing, and lacks the newest checkpoint\n"
@@ -228,6 +230,7 @@ def test_a_mirror_that_hangs_at_the_end_is_given_up(
 def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than half of timeout_minutes, which pass five times here. Tried with a limit for all of it: a warning."""
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"]
+    store: Any
     copying = Mock()
     copying.ready = lambda: copying.wait.call_count == 5
     with mirrored(Accelerator(cpu=True), run_settings(arguments)) as store:
