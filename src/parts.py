@@ -34,9 +34,9 @@ MODES: dict[str, Callable[..., bool]] = {
 
 
 AT_START: list[Callable[[Config], None]] = [
+    # functions that run before the processes join: called with the settings
     join,  # room: machines
 ]
-"""Functions that run before the processes join: called with the settings."""
 open_store, *_ = (
     # the first opens the store of a run's checkpoints
     mirrored,  # room: machines
