@@ -83,8 +83,6 @@ def refused(run: Run, code: int = 2) -> str:
         ("fsdp", ["--ddp_comm_hook=bf16"], {}, "ddp_comm_hook=bf16 is for DDP, not FSDP: remove it"),
         ("ddp", ["--cuda_graphs=true"], {}, "cuda_graphs=true needs one NVIDIA GPU, *"),
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
-        ("cpu", ["--epochs=2", "--optim.schedule=wsd", "--optim.warmup_steps=40", "--optim.decay_steps=30"],
-         {"before": NO_MODEL}, "optim.warmup_steps=40 and optim.decay_steps=30: together 152.2% of the schedule"),
         ("cpu", [], {"processes": 2}, "2 processes were requested, but */accelerate_configs/cpu.yaml starts 1: use "
          "a yaml for several*"),
         ("", [], {"words": WITHOUT_YAML}, "2 processes were requested, but accelerate launch starts 1: use a yaml*"),

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 
 from src.config.aliases import translate
 from src.config.check import CheckSettings
-from src.config.environment import command_with, leftovers
+from src.config.environment import command_with
 from src.config.errors import as_user_error, raise_if_any
 from src.config.groups import TaskSettings
 from src.config.mirror import MirrorSettings
@@ -92,7 +92,7 @@ def read_config(
     Raises:
         UserError: the settings have mistakes. All of them are listed, one per line.
     """
-    mistakes = [*leftovers()]
+    mistakes: list[str] = []
     values, written = read_arguments(["--help" if word == "-h" else word for word in argv], mistakes)
     misread = [*mistakes]
     config, wrong = _check(values, written, mistakes, tasks)
@@ -123,8 +123,7 @@ def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping
         name, values = default, {setting: value for setting, value in values.items() if not setting.startswith("task.")}
     task_class = resolve_name(tasks[name])
     defaults = task_class.run_defaults(dict(flatten({key: read_value(value) for key, value in values.items()})))
-    config_class: Any = Config
-    config_class = config_class[task_class]
+    config_class: Any = Config[task_class]
     if "help" in values:
         say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class, defaults))
         sys.exit(0)
@@ -141,5 +140,4 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config[Any]:
     """
     settings = resolve_name(tasks[saved["task"]["name"]])
     task_class = resolve_name(vars(settings)["task_class"]) if "task_class" in vars(settings) else settings
-    config_class: Any = Config
-    return config_class[task_class].model_validate(saved)
+    return Config[task_class].model_validate(saved)

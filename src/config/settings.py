@@ -6,7 +6,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from textwrap import wrap
@@ -133,7 +133,7 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
         try:
             settings = model.model_validate(nested(good))
         except ValidationError as error:
-            refused = {name: problem for problem in error.errors() for name in _names_at(problem["loc"], good)}
+            refused = {name: problem for problem in error.errors() for name in _names_at(problem["loc"], [*good])}
             wrong |= {name: _reason(name, refused[name], [*known]) for name in refused if name not in wrong}
             if good.keys().isdisjoint(refused):  # a setting without a default is missing
                 break
@@ -144,13 +144,12 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
     return settings, {*wrong}
 
 
-def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
+def _names_at(place: tuple[int | str, ...], given: list[str]) -> list[str]:
     """Return the given settings at the location of a pydantic error, around it or in it. If none is given, return the
     name of what is missing."""
     where = ".".join(map(str, place))
-    if where in given:
-        return [where]
-    return [name for name in given if where.startswith(f"{name}.") or name.startswith(f"{where}.")] or [where]
+    around = [name for name in given if where.startswith(f"{name}.") or name.startswith(f"{where}.")]
+    return [where] if where in given else around or [where]
 
 
 def _reason(name: str, problem: Any, known: list[str]) -> str:
