@@ -43,8 +43,6 @@ Settings and their defaults. Yamls given by --config override the defaults; the
 command line overrides both. The task's own settings are shown for the chosen
 --task.name:
 """
-PLACE = {"run_name", "output_dir", "resume"}
-"""Settings that determine the files a run reads and writes."""
 T = TypeVar("T", bound=TaskSettings, default=TaskSettings, covariant=True)
 
 
@@ -95,16 +93,16 @@ def read_config(
     mistakes: list[str] = []
     values, written = read_arguments(["--help" if word == "-h" else word for word in argv], mistakes)
     misread = [*mistakes]
-    config, wrong = _check(values, written, mistakes, tasks)
-    if config and not wrong & PLACE:
+    config = _check(values, written, mistakes, tasks)
+    if config:
         mistakes.extend(place_errors(config))
-    hints, ours, launch = translate(values, written) if mistakes else ([], [], [])
+    hints, ours = translate(values, written) if mistakes else ([], [])
     if hints:
         _check(*read_arguments(ours, hints), hints, tasks)
         said = "\n".join(hints)
         right = [word for word in ours if word.startswith("--task.name=") or f"\n{word}: " not in said]
         here = "in this project's terms, without what these lines leave out, and with its defaults for the rest:"
-        mistakes = [*misread, *hints, here, f"  {command_with(right, launch)}"]
+        mistakes = [*misread, *hints, here, f"  {command_with(right)}"]
     raise_if_any(dict.fromkeys(mistakes))
     return config
 
@@ -114,7 +112,7 @@ def load_config(argv: list[str], tasks: Mapping[str, str]) -> Config[Any]:
     return config_from(read_config(argv, tasks).model_dump(), tasks)
 
 
-def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping[str, str]) -> tuple[Any, set[str]]:
+def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping[str, str]) -> Any:
     """Return what `validate` does, with the chosen task's settings and defaults."""
     default, *_ = tasks
     name = str(values.get("task.name", default))

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection
 
 import psutil
 
@@ -47,19 +46,14 @@ def launcher_words() -> list[str]:
     return []
 
 
-def command_with(arguments: list[str], launch: Collection[str] = ()) -> str:
-    """Return the command that started this process, with these arguments of train.py in place of its own, and with more
-    of `accelerate launch`."""
+def command_with(arguments: list[str]) -> str:
+    """Return the command that started this process, with these arguments of train.py in place of its own."""
     words = launcher_words()
-    if launch and not words:
-        several = f"--config_file accelerate_configs/ddp.yaml --num_processes={LaunchEnv().world_size}"
-        words = several.split() + sys.argv
     start = f"{BIN}accelerate launch " * bool(words)
     if not words:
         words = psutil.Process(os.getppid()).cmdline() if "TORCHELASTIC_RUN_ID" in os.environ else sys.orig_argv
     script = len(words) - len(sys.argv)
-    command = shlex.join([*words[:script], *launch, *words[script : script + 1], *arguments])
-    return start + re.sub(r"--config_file[= ]('.*?'|\S+) (?=.*--config_file=)", "", command)
+    return start + shlex.join([*words[: script + 1], *arguments])
 
 
 def processes(number: int, cp_size: int = 1) -> str:

@@ -105,14 +105,9 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     return values, written
 
 
-def validate(model: type[Settings], values: Values, written: Written, mistakes: list[str]) -> tuple[Any, set[str]]:
+def validate(model: type[Settings], values: Values, written: Written, mistakes: list[str]) -> Any:
     """Build `model` from values by dotted name. Append a line to `mistakes` for each wrong name or value, and for each
-    contradiction.
-
-    Returns:
-        The settings, with defaults in place of wrong values (None if a setting without a default is missing), and the
-        names of those that are wrong.
-    """
+    contradiction. Return it with defaults in place of wrong values; None if a setting without a default is missing."""
     known = {name: field.annotation for name, field, _ in setting_fields(model)}
     given: Values = {}
     wrong: dict[str, str] = {}
@@ -141,7 +136,7 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
     if settings:
         contradictions = settings.validation_errors()  # but for those of defaults that stand in for wrong values
         mistakes.extend(line for line in contradictions if wrong.keys().isdisjoint(re.findall(r"[\w.]+", line)))
-    return settings, {*wrong}
+    return settings
 
 
 def _names_at(place: tuple[int | str, ...], given: list[str]) -> list[str]:

@@ -63,8 +63,8 @@ def say(*lines: str, file: Any = None) -> None:
     """Print whole lines above the bars, safely from any thread: control characters visible, secrets masked.
 
     Everything that a run prints goes through here: to `file`, or to the process's real standard output, even while
-    sys.stdout is redirected to silence a library. Once it cannot be written, as after `| head -2` or when the terminal was
-    closed, drop it.
+    sys.stdout is redirected to silence a library. Once it cannot be written, as after `| head -2` or when the
+    terminal was closed, drop it.
     """
     file = file or sys.__stdout__
     with tqdm.external_write_mode():

@@ -45,7 +45,12 @@ class WandbPart(Part):
         wandb = self._wandb = import_module("wandb")
         config = self._run.config
         mode, why = config.wandb.chosen_mode, "as set"
-        defaults = {"SAVE_CODE": "true", "PROJECT": "accelerate-template", "NAME": config.run_name, "DIR": config.folder}
+        defaults = {
+            "SAVE_CODE": "true",
+            "PROJECT": "accelerate-template",
+            "NAME": config.run_name,
+            "DIR": config.folder,
+        }
         for name, value in defaults.items():
             os.environ.setdefault(f"WANDB_{name}", str(value))
         init = partial(
