@@ -121,7 +121,7 @@ def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping
         name, values = default, {setting: value for setting, value in values.items() if not setting.startswith("task.")}
     task_class = resolve_name(tasks[name])
     defaults = task_class.run_defaults(dict(flatten({key: read_value(value) for key, value in values.items()})))
-    config_class: Any = Config[task_class]
+    config_class: Any = Config[task_class]  # type: ignore[valid-type]
     if "help" in values:
         say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class, defaults))
         sys.exit(0)
@@ -138,4 +138,4 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config[Any]:
     """
     settings = resolve_name(tasks[saved["task"]["name"]])
     task_class = resolve_name(vars(settings)["task_class"]) if "task_class" in vars(settings) else settings
-    return Config[task_class].model_validate(saved)
+    return Config[task_class].model_validate(saved)  # type: ignore[valid-type]

@@ -32,8 +32,7 @@ class LaunchEnv:
 
 
 def _size(name: str) -> int:
-    value = os.environ.get(name, "")
-    return max(1, int(value)) if value.isdigit() else 1
+    return max(1, int(os.environ.get(name) or 1))
 
 
 def launcher_words() -> list[str]:
