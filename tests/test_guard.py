@@ -34,7 +34,6 @@ src.distributed.accelerator.Accelerator = lambda cpu, **_: accelerate.Accelerato
 """
 WITHOUT_YAML = ["--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 WITHOUT_YAML += ["--num_cpu_threads_per_process=1", "train.py"]
-NO_MODEL = "from src.tasks.mnist import Mnist; Mnist.build_model = None"
 BLOCKS = "from src.tasks.mnist import MnistCnn; MnistCnn._no_split_modules = []"
 
 

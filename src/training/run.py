@@ -158,7 +158,7 @@ def begin_task(config: Config[Task], launch: RunSetup, resume: ResumePoint) -> C
 
 def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples, Examples]:
     """Return the training set and the evaluation set. Raise a UserError if the evaluation set has no targets, or the
-    training set is empty or makes the schedule too short."""
+    training set is empty."""
     task = config.task
     task.state.cp = context_parallel(accelerator)
     # the first process of each machine downloads and tokenizes, and the others read its cache
