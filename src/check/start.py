@@ -4,6 +4,7 @@ read once, and that all processes start with the weights that a single process w
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -83,13 +84,14 @@ def check_data(context: CheckContext) -> Iterator[Row]:
     datasets = f"{len(run.train_set):,} and {len(run.eval_set):,} examples, checksum {checksum(some)}"
     yield finding("datasets", datasets, "the same on all processes", datasets == gather(datasets)[0])
     indexed = reading_indices(run)
+    by_hand = partial(own_indices, run.config, run.train_set, rank=run.data_rank, world_size=run.data_size)
     for what, first in (("epoch 1", 0), ("epoch 1, resumed after step 1", 1)):
         steps = training_steps(indexed, first, first + per_epoch)
-        yield _as_by_hand(run, what, steps, [*islice(_by_hand(run, first), per_epoch)])
+        yield _as_by_hand(run, what, steps, [*islice(by_hand(first), per_epoch)])
     others, is_augmented = [], False
     for epoch in (0, 1, 2, max(3, run.total_steps // per_epoch - 1)):
         batch = context.micro_batches(epoch * per_epoch)[0]
-        indices = next(_by_hand(run, epoch * per_epoch))[: run.config.forward_batch_size(run.data_size)]
+        indices = next(by_hand(epoch * per_epoch))[: run.config.forward_batch_size(run.data_size)]
         augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
         is_augmented |= augmented is not run.train_set
         if batch.weight and checksum(batch.data) != checksum(fetch_batch(run.task, augmented, indices)):
@@ -99,11 +101,6 @@ def check_data(context: CheckContext) -> Iterator[Row]:
     steps = ([batch] for batch in evaluation_batches(reading_indices(less), context.stop))
     batches = BatchSampler(range(len(less.eval_set)), AT_ONCE * run.data_size, drop_last=False)
     yield _as_by_hand(run, "evaluation", steps, [batch[run.data_rank :: run.data_size] for batch in batches])
-
-
-def _by_hand(run: Run, first: int) -> Iterator[list[int]]:
-    """Work out by hand which indices this process should read in each step after step `first`, forever."""
-    return own_indices(run.config, run.train_set, first, run.data_rank, run.data_size)
 
 
 def _as_by_hand(run: Run, what: str, steps: Iterable[list[MicroBatch]], expected: list[list[int]]) -> Row:

@@ -3,7 +3,6 @@
 tqdm draws the bars rather than rich: it needs no thread, and a killed run leaves the terminal's cursor visible.
 """
 
-import errno
 import os
 import re
 import shlex
@@ -64,7 +63,7 @@ def say(*lines: str, file: Any = None) -> None:
     """Print whole lines above the bars, safely from any thread: control characters visible, secrets masked.
 
     Everything that a run prints goes through here: to `file`, or to the process's real standard output, even while
-    sys.stdout is redirected to silence a library. Once nobody reads the output, as after `| head -2` or when the
+    sys.stdout is redirected to silence a library. Once it cannot be written, as after `| head -2` or when the
     terminal was closed, drop it.
     """
     file = file or sys.__stdout__
@@ -73,7 +72,5 @@ def say(*lines: str, file: Any = None) -> None:
             # in one call, as other processes print there too
             file.write("".join(f"{visible(masked(line))}\n" for line in lines))
             file.flush()
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())

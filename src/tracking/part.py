@@ -144,8 +144,8 @@ class Parts(contextlib.AbstractContextManager["Parts"]):
         return {part.title: f"not logged: {part.failure}" if part.failure else part.where for part in self._parts}
 
     def log(self, entry: Entry, tables: Tables) -> None:
-        """Log the results of an interval or an evaluation, if there are any."""
-        for part in self._parts if entry else ():
+        """Log the results of an interval or an evaluation."""
+        for part in self._parts:
             part.log(entry, tables)
 
     def end(self, summary: Entry | None, crash: str | None = None) -> None:

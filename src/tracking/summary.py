@@ -91,9 +91,6 @@ def dry_run(run: Run, *_: Any) -> bool:
 
 
 def shown(text: str) -> str:
-    """Return the beginning of a text, in which ⟦ ⟧ may mark a part."""
-    if len(text) <= MAX_CHARACTERS:
-        return text
-    start = text[:MAX_CHARACTERS]
-    closed = start + "⟧" * (start.count("⟦") - start.count("⟧"))
-    return f"{closed}\n… and {len(text) - MAX_CHARACTERS:,} more characters"
+    """Return the beginning of a text."""
+    left_out = len(text) - MAX_CHARACTERS
+    return text if left_out <= 0 else f"{text[:MAX_CHARACTERS]}\n… and {left_out:,} more characters"

@@ -25,7 +25,7 @@ from src.training.progress import StepResult
 from src.training.run import Run
 
 Logged = tuple[Entry, Tables]
-"""What the parts log too: numbers, including `step`, and tables by name; both empty if there is nothing to log."""
+"""What the parts log too: numbers, including `step`, and tables by name. Only the main process has parts."""
 
 
 class Tracker(contextlib.AbstractContextManager["Tracker"]):
@@ -168,14 +168,13 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         return summary
 
     def _log(self, metrics: dict[str, Any], tables: Tables) -> Logged:
-        """Append a line to metrics.jsonl, and return its numbers and tables by the names that they have there. Do
-        nothing on other processes than the main one."""
-        if not self._run.is_main:
-            return {}, {}
+        """Append a line to metrics.jsonl on the main process. Return its numbers and tables by the names that they have
+        there."""
         entry = {"step": self._run.progress.step, **metrics}
         tables = {f"eval/{name}": rows for name, rows in tables.items()}
-        with naming(self.folder / "metrics.jsonl"):
-            self._metrics.write(json_text(entry | tables) + "\n")
+        if self._run.is_main:
+            with naming(self.folder / "metrics.jsonl"):
+                self._metrics.write(json_text(entry | tables) + "\n")
         return entry, tables
 
     def __exit__(self, *_: object) -> None:

@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import shlex
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,32 +41,35 @@ class WandbPart(Part):
         logging.raiseExceptions = False  # W&B's log on a full disk: 30 lines for each record that cannot be written
         for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]:
             del os.environ[name]  # which W&B would refuse
-        os.environ.setdefault("WANDB_SAVE_CODE", "true")
         self._logged: set[Path] = set()  # checkpoints
         wandb = self._wandb = import_module("wandb")
         config = self._run.config
         mode, why = config.wandb.chosen_mode, "as set"
-        os.environ.setdefault("WANDB_PROJECT", "accelerate-template")
-        os.environ.setdefault("WANDB_NAME", config.run_name)
-        os.environ.setdefault("WANDB_DIR", str(config.folder))
-        arguments: dict[str, Any] = {
+        defaults = {
+            "SAVE_CODE": "true",
+            "PROJECT": "accelerate-template",
+            "NAME": config.run_name,
+            "DIR": config.folder,
+        }
+        for name, value in defaults.items():
+            os.environ.setdefault(f"WANDB_{name}", str(value))
+        init = partial(
+            wandb.init,
             # what is None has the value of its environment variable
             **config.wandb.model_dump(exclude={"mode", "model", "checkpoints"}),
-            "id": self._id,
-            "resume": "allow",
-            "config": self.tracked_config(),
-            "settings": wandb.Settings(silent=True, finish_timeout=120.0, finish_timeout_raises=True),
-        }
+            id=self._id,
+            resume="allow",
+            config=self.tracked_config(),
+            settings=wandb.Settings(silent=True, finish_timeout=120.0, finish_timeout_raises=True),
+        )
         try:
-            if mode == "auto":
-                mode = "online"
-                if not wandb.login(prompt=False, verify=False):
-                    mode, why = "offline", f"no credentials: `{BIN}wandb login` for online"
-            run = wandb.init(mode=mode, **arguments)
+            if mode == "auto" and not wandb.login(prompt=False, verify=False):
+                mode, why = "offline", f"no credentials: `{BIN}wandb login` for online"
+            run = init(mode=mode.replace("auto", "online"))
         except wandb.errors.Error as error:
             why = f"could not go online: {str(error).splitlines()[0]}"
             wandb.teardown()  # frees the id
-            run = wandb.init(mode="offline", **arguments)
+            run = init(mode="offline")
         self._wandb_run = run
         if run.settings.save_code:
             code = wandb.Artifact(f"code-{self._id}", "code")
