@@ -34,6 +34,7 @@ src.distributed.accelerator.Accelerator = lambda cpu, **_: accelerate.Accelerato
 """
 WITHOUT_YAML = ["--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 WITHOUT_YAML += ["--num_cpu_threads_per_process=1", "train.py"]
+NO_MODEL = "from src.tasks.mnist import Mnist; Mnist.build_model = None"
 BLOCKS = "from src.tasks.mnist import MnistCnn; MnistCnn._no_split_modules = []"
 
 
@@ -82,6 +83,8 @@ def refused(run: Run, code: int = 2) -> str:
         ("fsdp", ["--ddp_comm_hook=bf16"], {}, "ddp_comm_hook=bf16 is for DDP, not FSDP: remove it"),
         ("ddp", ["--cuda_graphs=true"], {}, "cuda_graphs=true needs one NVIDIA GPU, *"),
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
+        ("cpu", ["--epochs=2", "--optim.schedule=wsd", "--optim.warmup_steps=40", "--optim.decay_steps=30"],
+         {"before": NO_MODEL}, "optim.warmup_steps=40 and optim.decay_steps=30: together 152.2% of the schedule"),
         ("cpu", [], {"processes": 2}, "2 processes were requested, but */accelerate_configs/cpu.yaml starts 1: use "
          "a yaml for several*"),
         ("", [], {"words": WITHOUT_YAML}, "2 processes were requested, but accelerate launch starts 1: use a yaml*"),

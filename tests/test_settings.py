@@ -13,7 +13,6 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from src.checkpoint.files import parent_checkpoint
-from src.config import environment
 from src.config.config import Config
 from src.config.groups import Optim
 from src.config.settings import read_yaml, setting_fields, write_yaml
@@ -144,6 +143,8 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         ("--optim.warmup_steps=1.5", {}, [
             "optim.warmup_steps=1.5: must be a whole number of steps or, below 1, a fraction of the schedule"]),
         ("--optim.decay_steps=9", {}, ["optim.decay_steps=9: only applies to optim.schedule=wsd, not one_cycle"]),
+        ("--epochs=null|--max_steps=50|--optim.schedule=wsd|--optim.warmup_steps=40|--optim.decay_steps=30", {}, [
+            "optim.warmup_steps=40 and optim.decay_steps=30: together 140.0% of the schedule"]),
         pytest.param("--wandb.entity=none|--config=a.yaml|--wandb={mode: offlin}", {"a": "wandb:\n  tags: mine"}, [
             "--wandb={mode: offlin}: must be 'auto', 'online', 'offline' or 'disabled'",
             "--wandb.entity=none: use null, not None",
@@ -190,6 +191,26 @@ def test_a_batch_that_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # fmt: skip
         monkeypatch.setenv("WORLD_SIZE", str(processes))
         assert mistakes(*arguments) == [f"global_batch_size=64: not a multiple of {says}"]
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE=2", "WORLD_SIZE=", "LOCAL_RANK=x"])
+@pytest.mark.parametrize("launcher", ["", "ACCELERATE_DYNAMO_BACKEND= MASTER_ADDR="])
+def test_what_another_launch_left_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, launcher: str) -> None:
+    """Also under a launcher that has started one process, whose yaml is not to blame. Tried without: tracebacks."""
+    set_all(monkeypatch, f"{variable} {launcher}")
+    (line,) = mistakes()
+    assert line.startswith(f"{variable} is set in the environment, but no launcher has started several processes: ")
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, variables: str) -> None:
+    for name, _, value in (each.partition("=") for each in variables.split()):
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("variables", ["RANK=0", "WORLD_SIZE=2 MASTER_ADDR=host RANK=1"])
+def test_what_a_launch_needs_in_the_environment_may_be_there(monkeypatch: pytest.MonkeyPatch, variables: str) -> None:
+    set_all(monkeypatch, variables)
+    run_settings([])
 
 
 def test_a_sweep_s_trial_without_an_id_is_named(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
@@ -324,7 +345,7 @@ def test_what_others_have_becomes_what_exists_here() -> None:
     known = {name for settings in SETTINGS for name, _, _ in setting_fields(settings)}
     for names, text, _, becomes in ROWS:
         says = re.sub(r"\S+/\S+", "", text)
-        settings = {word.partition("=")[0] for word in becomes.split()} - {"accumulation"}
+        settings = {word.partition("=")[0] for word in becomes.split()} - {"launch", "precision", "accumulation"}
         settings |= {*re.findall(r"(?:^use (?=[a-z])|\b(?=(?:task|optim|checkpoint|wandb)\.))([\w.]+\w)", says)}
         assert {re.sub(r"^(task\.architecture)\..*", r"\1", setting) for setting in settings} <= known, names
         for flag in re.findall(r"--(\w+)[ =]", f"{text} {becomes}"):
@@ -376,9 +397,10 @@ def test_a_command_of_others_ends_with_its_translation(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "argv", ["train.py"])
     Path("a.txt").touch()
     Path("m").mkdir()
-    monkeypatch.setattr(environment, "launcher_words", lambda: ["--config_file", "ddp.yaml", "train.py"])
     start, _, words = translation(COMMAND).partition(" train.py ")
-    assert start.endswith("accelerate launch --config_file ddp.yaml")
+    assert start.endswith(
+        "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes=8 --mixed_precision=bf16"
+    )
     assert words == (
         "--seed=42 --output_dir=out --task.name=causal_lm --task.model=m --task.dataset=a.txt "
         "--task.sequence_length=64 "
@@ -440,6 +462,34 @@ def test_values_of_others_are_converted(theirs: str, ours: str, monkeypatch: pyt
     Path("own.yaml").write_text("log_every: 7")
     words = translation(theirs).split()
     assert words[words.index("train.py") + 1 :] == ours.split()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "launch"),
+    [
+        ("--learning_rate=1 --fsdp=", ""),
+        ("--fsdp= --fsdp_config.fsdp_version=2 --bf16", "--config_file accelerate_configs/ddp.yaml bf16"),
+        ("--deepspeed ds.json --bf16 --fp16 false", "fsdp bf16"),
+        ("--config deepspeed.yaml", "fsdp bf16"),
+        ("--deepspeed ds.json --fp16", "fsdp fp16"),
+        ("--fsdp full_shard --fp16", "fsdp fp16"),
+        ("--fsdp full_shard", "fsdp"),
+        ("--fsdp full_shard --bf16 False", "fsdp no"),
+        ("--fsdp full_shard --bf16 False --dtype bfloat16", "fsdp bf16"),
+        ("--bf16 False --fp16 True", "--config_file accelerate_configs/ddp.yaml fp16"),
+        ("--use_cpu --bf16", "cpu bf16"),
+    ],
+)
+def test_what_accelerate_launch_decides_stands_before_train_py(
+    theirs: str, launch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A yaml and a precision, each once; an empty value asks for nothing."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
+    Path("deepspeed.yaml").write_text("deepspeed: zero3.json\nbf16: auto\nfp16:")
+    start, _, _ = translation(theirs).partition(" train.py")
+    found = re.sub(r"\S*accelerate launch |--num_processes=1 ?|--mixed_precision=|python", "", start)
+    assert re.sub(r"--config_file=accelerate_configs/(\w+)\.yaml", r"\1", found).split() == launch.split()
 
 
 def test_a_misspelt_task_is_named_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,10 +556,10 @@ def test_names_of_others_on_the_command_line_and_in_a_yaml(arguments: str, lines
 
 
 def test_under_accelerate_the_translation_keeps_the_launcher(launch: Launch) -> None:
-    """Tried with the words of the process: python train.py."""
+    """With what precision adds to it. Tried with the words of the process: python train.py."""
     run = launch("ddp", "--learning_rate", "1e-3", "--bf16", processes=2)
     line = run.stderr.splitlines()[-1]
-    assert re.match(r"  (\S*/)?accelerate launch --config_file \S+/ddp.yaml .*train.py ", line)
+    assert re.match(r"  (\S*/)?accelerate launch --config_file \S+/ddp.yaml .*--mixed_precision=bf16 train.py ", line)
     assert "--optim.lr=1e-3" in line.partition(" train.py ")[2]
     assert run.exit_code == 2
 

@@ -8,9 +8,9 @@ from src.config.environment import LaunchEnv
 from src.config.settings import Values, Written, read_yaml
 
 
-def translate(values: Values, written: Written) -> tuple[list[str], list[str]]:
-    """Return, as src/config/aliases.yaml has it, a line about each of their settings that the user has given, and all
-    of the user's settings as arguments of train.py."""
+def translate(values: Values, written: Written) -> tuple[list[str], list[str], list[str]]:
+    """Return, as src/config/aliases.yaml has it, a line about each of their settings that the user has given, all of
+    the user's settings as arguments of train.py, and further arguments of `accelerate launch`."""
     ours = {name: text if isinstance(text := values[name], str) else json.dumps(text, default=str) for name in written}
     given = "\n".join(2 * [f"{name}={text}" for name, text in sorted(ours.items())])
     hints = []
@@ -26,4 +26,5 @@ def translate(values: Values, written: Written) -> tuple[list[str], list[str]]:
                             ours.setdefault(*match.expand(word).split("=", 1))
     if (factor := ours.pop("accumulation", "")) and (micro := ours.setdefault("micro_batch_size", "8")).isdigit():
         ours.setdefault("global_batch_size", f"{int(micro) * int(factor) * LaunchEnv().world_size}")
-    return hints, [f"--{name}={text}" for name, text in ours.items()]
+    launch = f"{ours.pop('launch', '')} {ours.pop('precision', '')}".split()
+    return hints, [f"--{name}={text}" for name, text in ours.items()], launch

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 
 from src.config.aliases import translate
 from src.config.check import CheckSettings
-from src.config.environment import command_with
+from src.config.environment import command_with, leftovers
 from src.config.errors import as_user_error, raise_if_any
 from src.config.groups import TaskSettings
 from src.config.mirror import MirrorSettings
@@ -43,6 +43,8 @@ Settings and their defaults. Yamls given by --config override the defaults; the
 command line overrides both. The task's own settings are shown for the chosen
 --task.name:
 """
+PLACE = {"run_name", "output_dir", "resume"}
+"""Settings that determine the files a run reads and writes."""
 T = TypeVar("T", bound=TaskSettings, default=TaskSettings, covariant=True)
 
 
@@ -90,19 +92,19 @@ def read_config(
     Raises:
         UserError: the settings have mistakes. All of them are listed, one per line.
     """
-    mistakes: list[str] = []
+    mistakes = [*leftovers()]
     values, written = read_arguments(["--help" if word == "-h" else word for word in argv], mistakes)
     misread = [*mistakes]
-    config = _check(values, written, mistakes, tasks)
-    if config:
+    config, wrong = _check(values, written, mistakes, tasks)
+    if config and not wrong & PLACE:
         mistakes.extend(place_errors(config))
-    hints, ours = translate(values, written) if mistakes else ([], [])
+    hints, ours, launch = translate(values, written) if mistakes else ([], [], [])
     if hints:
         _check(*read_arguments(ours, hints), hints, tasks)
         said = "\n".join(hints)
         right = [word for word in ours if word.startswith("--task.name=") or f"\n{word}: " not in said]
         here = "in this project's terms, without what these lines leave out, and with its defaults for the rest:"
-        mistakes = [*misread, *hints, here, f"  {command_with(right)}"]
+        mistakes = [*misread, *hints, here, f"  {command_with(right, launch)}"]
     raise_if_any(dict.fromkeys(mistakes))
     return config
 
@@ -112,7 +114,7 @@ def load_config(argv: list[str], tasks: Mapping[str, str]) -> Config[Any]:
     return config_from(read_config(argv, tasks).model_dump(), tasks)
 
 
-def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping[str, str]) -> Any:
+def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping[str, str]) -> tuple[Any, set[str]]:
     """Return what `validate` does, with the chosen task's settings and defaults."""
     default, *_ = tasks
     name = str(values.get("task.name", default))
@@ -121,7 +123,8 @@ def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping
         name, values = default, {setting: value for setting, value in values.items() if not setting.startswith("task.")}
     task_class = resolve_name(tasks[name])
     defaults = task_class.run_defaults(dict(flatten({key: read_value(value) for key, value in values.items()})))
-    config_class: Any = Config[task_class]  # type: ignore[valid-type]
+    config_class: Any = Config
+    config_class = config_class[task_class]
     if "help" in values:
         say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class, defaults))
         sys.exit(0)
@@ -138,4 +141,5 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config[Any]:
     """
     settings = resolve_name(tasks[saved["task"]["name"]])
     task_class = resolve_name(vars(settings)["task_class"]) if "task_class" in vars(settings) else settings
-    return Config[task_class].model_validate(saved)  # type: ignore[valid-type]
+    config_class: Any = Config
+    return config_class[task_class].model_validate(saved)

@@ -1,15 +1,20 @@
-"""The launcher above this process: its command, and the environment variables by which it tells a process what to
-join."""
+"""The launcher above this process: its command, the environment variables by which it tells a process what to join, and
+leftovers of another launch."""
 
 import contextlib
 import os
 import re
 import shlex
 import sys
+from collections.abc import Collection, Iterator
 
 import psutil
 
 from src.config.terminal import BIN
+
+LAUNCH_VARIABLES = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+"""Variables by which launchers tell a process (and Accelerate) about the other processes, and their values for one that
+is alone."""
 
 
 class LaunchEnv:
@@ -32,7 +37,8 @@ class LaunchEnv:
 
 
 def _size(name: str) -> int:
-    return max(1, int(os.environ.get(name) or 1))
+    value = os.environ.get(name, "")
+    return max(1, int(value)) if value.isdigit() else 1
 
 
 def launcher_words() -> list[str]:
@@ -45,14 +51,33 @@ def launcher_words() -> list[str]:
     return []
 
 
-def command_with(arguments: list[str]) -> str:
-    """Return the command that started this process, with these arguments of train.py in place of its own."""
+def command_with(arguments: list[str], launch: Collection[str] = ()) -> str:
+    """Return the command that started this process, with these arguments of train.py in place of its own, and with more
+    of `accelerate launch`."""
     words = launcher_words()
+    if launch and not words:
+        several = f"--config_file accelerate_configs/ddp.yaml --num_processes={LaunchEnv().world_size}"
+        words = several.split() + sys.argv
     start = f"{BIN}accelerate launch " * bool(words)
     if not words:
         words = psutil.Process(os.getppid()).cmdline() if "TORCHELASTIC_RUN_ID" in os.environ else sys.orig_argv
     script = len(words) - len(sys.argv)
-    return start + shlex.join([*words[: script + 1], *arguments])
+    command = shlex.join([*words[:script], *launch, *words[script : script + 1], *arguments])
+    return start + re.sub(r"--config_file[= ]('.*?'|\S+) (?=.*--config_file=)", "", command)
+
+
+def leftovers() -> Iterator[str]:
+    """Yield an error line for each variable that describes other processes although no launcher has started any."""
+    # torch's launcher sets all that Accelerate reads first; an operator of pods, the address to meet at and the rank
+    if "TORCHELASTIC_RUN_ID" in os.environ or {"MASTER_ADDR", "RANK"} <= os.environ.keys():
+        return
+    for name, alone in LAUNCH_VARIABLES.items():
+        value = os.environ.get(name, alone)
+        if value != alone:
+            yield (
+                f"{name}={value} is set in the environment, but no launcher has started several processes: unset it, "
+                "or start them with accelerate launch and a yaml for several, such as accelerate_configs/ddp.yaml"
+            )
 
 
 def processes(number: int, cp_size: int = 1) -> str:

@@ -59,8 +59,17 @@ class Optim(Settings):
         if self.warmup_steps > 1 and self.warmup_steps % 1:
             must = "must be a whole number of steps or, below 1, a fraction of the schedule"
             yield f"optim.warmup_steps={self.warmup_steps}: {must}"
-        if self.schedule != "wsd" and self.decay_steps != Optim().decay_steps:
-            yield f"optim.decay_steps={self.decay_steps:g}: only applies to optim.schedule=wsd, not {self.schedule}"
+
+    def decay_errors(self, schedule_steps: float) -> Iterator[str]:
+        """Yield an error line for wrong decay_steps. A schedule whose length is not known yet is infinite."""
+        warmup, decay = self.warmup_steps, self.decay_steps
+        fraction = sum(steps if steps < 1 else steps / schedule_steps for steps in (warmup, decay))
+        if self.schedule == "wsd":
+            if fraction > 1.000001:
+                both = f"optim.warmup_steps={warmup:g} and optim.decay_steps={decay:g}"
+                yield f"{both}: together {fraction:.1%} of the schedule"
+        elif decay != Optim().decay_steps:
+            yield f"optim.decay_steps={decay:g}: only applies to optim.schedule=wsd, not {self.schedule}"
 
 
 class Checkpoint(Settings):

@@ -124,6 +124,7 @@ class RunSettings(Settings):
         profiled = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile_steps or "1:1")
         if not profiled or int(profiled[1]) > int(profiled[2]):
             yield f"profile_steps={self.profile_steps}: name the first and the last step, such as 10:15"
+        yield from self.optim.decay_errors(math.inf if self.epochs else self.max_steps or math.inf)
         if repository := self.push_to_hub:
             if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
                 yield f"push_to_hub={repository}: must be USER/NAME"

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from textwrap import wrap
@@ -105,9 +105,14 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     return values, written
 
 
-def validate(model: type[Settings], values: Values, written: Written, mistakes: list[str]) -> Any:
+def validate(model: type[Settings], values: Values, written: Written, mistakes: list[str]) -> tuple[Any, set[str]]:
     """Build `model` from values by dotted name. Append a line to `mistakes` for each wrong name or value, and for each
-    contradiction. Return it with defaults in place of wrong values; None if a setting without a default is missing."""
+    contradiction.
+
+    Returns:
+        The settings, with defaults in place of wrong values (None if a setting without a default is missing), and the
+        names of those that are wrong.
+    """
     known = {name: field.annotation for name, field, _ in setting_fields(model)}
     given: Values = {}
     wrong: dict[str, str] = {}
@@ -128,7 +133,7 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
         try:
             settings = model.model_validate(nested(good))
         except ValidationError as error:
-            refused = {name: problem for problem in error.errors() for name in _names_at(problem["loc"], [*good])}
+            refused = {name: problem for problem in error.errors() for name in _names_at(problem["loc"], good)}
             wrong |= {name: _reason(name, refused[name], [*known]) for name in refused if name not in wrong}
             if good.keys().isdisjoint(refused):  # a setting without a default is missing
                 break
@@ -136,15 +141,16 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
     if settings:
         contradictions = settings.validation_errors()  # but for those of defaults that stand in for wrong values
         mistakes.extend(line for line in contradictions if wrong.keys().isdisjoint(re.findall(r"[\w.]+", line)))
-    return settings
+    return settings, {*wrong}
 
 
-def _names_at(place: tuple[int | str, ...], given: list[str]) -> list[str]:
+def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
     """Return the given settings at the location of a pydantic error, around it or in it. If none is given, return the
     name of what is missing."""
     where = ".".join(map(str, place))
-    around = [name for name in given if where.startswith(f"{name}.") or name.startswith(f"{where}.")]
-    return [where] if where in given else around or [where]
+    if where in given:
+        return [where]
+    return [name for name in given if where.startswith(f"{name}.") or name.startswith(f"{where}.")] or [where]
 
 
 def _reason(name: str, problem: Any, known: list[str]) -> str:

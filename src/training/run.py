@@ -158,7 +158,7 @@ def begin_task(config: Config[Task], launch: RunSetup, resume: ResumePoint) -> C
 
 def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples, Examples]:
     """Return the training set and the evaluation set. Raise a UserError if the evaluation set has no targets, or the
-    training set is empty."""
+    training set is empty or makes the schedule too short."""
     task = config.task
     task.state.cp = context_parallel(accelerator)
     # the first process of each machine downloads and tokenizes, and the others read its cache
@@ -168,6 +168,7 @@ def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples
     train_set, eval_set = datasets
     if not len(train_set):
         raise UserError("the training set is empty")
+    raise_if_any(config.optim.decay_errors(config.schedule_steps(len(train_set))))
     each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
     # the first example usually has one; where processes share sequences, their parts of one may have none
     if task.state.cp.size == 1 and not any(each):
