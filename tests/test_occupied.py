@@ -49,14 +49,12 @@ def test_folders_made_in_advance_are_a_new_run(resume: str) -> None:
     assert "already holds a run (checkpoints)" in mistakes(f"--resume={resume}")[0]
 
 
-@pytest.mark.parametrize(
-    "link", ["", "/mnist", "/mnist/checkpoints", "/mnist/checkpoints/step_00000008", "/mnist/metrics.jsonl"]
-)
+@pytest.mark.parametrize("link", ["", "/mnist", "/mnist/checkpoints", "/mnist/metrics.jsonl"])
 def test_a_link_to_a_disk_that_is_not_mounted(link: str) -> None:
     """Tried without: a run whose checkpoints are elsewhere starts over, or ends in a traceback."""
     Path(f"runs{link}").parent.mkdir(parents=True, exist_ok=True)
     Path(f"runs{link}").symlink_to("/nowhere/disk")
-    assert f"runs{link}, No such file or directory; choose another --run_name or --output_dir" in mistakes()[-1]
+    assert f"runs{link}, No such file or directory; choose another --output_dir" in mistakes()[-1]
 
 
 def test_a_run_does_not_start_over_where_its_checkpoints_went_away() -> None:

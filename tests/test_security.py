@@ -38,7 +38,7 @@ from torch.distributed.checkpoint import CheckpointException
 from src.checkpoint import files, output_dir, resume
 from src.checkpoint.compatibility import read_state
 from src.checkpoint.export import push_to_hub, replacing, write_cards
-from src.checkpoint.integrity import problems, quarantine
+from src.checkpoint.integrity import problems
 from src.checkpoint.load import config_of, find_model  # room: tools
 from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import load_tensors
@@ -304,14 +304,6 @@ def test_a_folder_that_is_replaced_by_a_link_during_a_run_is_refused(
     assert [path.name for path in elsewhere.iterdir()] == ["file"]
 
 
-def test_a_name_for_what_is_damaged_is_free(tmp_path: Path) -> None:
-    """Tried with names of broken links: an error, as a folder cannot replace one."""
-    (tmp_path / "damaged_1_step_00000004").symlink_to("nowhere")
-    (tmp_path / "step_00000004").mkdir()
-    quarantine(tmp_path / "step_00000004")
-    assert (tmp_path / "damaged_2_step_00000004").is_dir()
-
-
 def test_another_user_cannot_keep_a_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may read a folder may lock it, but not the file in it. Tried with the folder: "another process is …"."""
     monkeypatch.setattr(output_dir, "PATIENCE_SECONDS", 1)
@@ -476,7 +468,7 @@ def test_what_strangers_can_make_of_a_checkpoint_is_set_aside(
     DAMAGES[what](newest)
     assert [*problems(newest)]
     assert resumed().checkpoint == newest.with_name("step_00000012")
-    assert newest.with_name(f"damaged_1_{newest.name}").exists()
+    assert [*newest.parent.glob(f"damaged_*_{newest.name}")]
 
 
 @pytest.mark.parametrize("name", ["state.json", "manifest.json", "config.yaml"])
@@ -551,7 +543,7 @@ def test_an_optimizers_state_of_another_shape_is_refused(checkpoint: Path, tmp_p
         metadata = opened.metadata()
     name = next(name for name in tensors if name.endswith(".exp_avg") and tensors[name].ndim == 1)
     save_file(tensors | {name: torch.zeros(3)}, checkpoint / FILES[0], metadata)
-    with pytest.raises(UserError, match=f"^{checkpoint} is damaged: {name}: another shape than that of the weights$"):
+    with pytest.raises(UserError, match=rf"^{checkpoint} does not fit this model: {name} has shape \(3,\) in the "):
         load_tensors(checkpoint, model, build_optimizers(Optim(name="adamw"), model))
 
 

@@ -1,8 +1,7 @@
 """Check that a checkpoint's files are as they were saved, and set damaged checkpoints aside."""
 
-import itertools
-import os
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -77,6 +76,5 @@ def require_intact(checkpoint: Path) -> None:
 
 def quarantine(path: Path) -> None:
     """Rename a damaged checkpoint or file, if it exists, so that it neither counts nor blocks a new one of its name."""
-    names = (path.with_name(f"damaged_{number}_{path.name}") for number in itertools.count(1))
     if path.exists():
-        path.rename(next(name for name in names if not os.path.lexists(name)))
+        path.rename(path.with_name(f"damaged_{datetime.now():%Y-%m-%d_%H-%M-%S}_{path.name}"))

@@ -6,9 +6,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from src.checkpoint.files import list_checkpoints, planted, read_json, saved_settings
+from src.checkpoint.files import MANIFEST, list_checkpoints, planted, read_json, saved_settings
 from src.config.config import LENGTH_SETTINGS, Config, changed_settings
 from src.config.errors import UserError, as_user_error
 from src.config.terminal import say
@@ -39,31 +38,25 @@ def folder_errors(config: Config, found: list[Path] | None = None) -> Iterator[s
 def _run_errors(config: Config, checkpoints: list[Path]) -> Iterator[str]:
     """Yield what is wrong with the run in the folder, or in its mirror, that has these checkpoints."""
     folder, saved = config.folder, saved_settings(config.folder)
-    held = [name for name in RUN_FILES if _is_held(folder / name)]
-    if checkpoints and not held:
-        held.append("checkpoint.mirror")
+    held = [name for name in RUN_FILES if _is_held(folder / name)] or ["checkpoint.mirror"] * bool(checkpoints)
     elsewhere = f"{ANOTHER_PLACE}, or move that folder away"
-    lost = f"output_dir={folder}: its checkpoints are missing: restore {folder / 'checkpoints'}"
     holds, a_run = f"output_dir={folder}: already holds", f"a run ({', '.join(held)})"
-    if config.resume not in ("auto", "never"):
-        source = Path(config.resume)
-        is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
-        if is_branch and checkpoints:
-            return  # it resumes from its own
-        if is_branch and _had_checkpoints(folder, saved):
-            yield f"{lost}; or {elsewhere}"
-        elif not (source / "manifest.json").is_file():
-            yield f"resume={source}: not a checkpoint; auto, never, or a folder step_…"
-        elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
-            yield f"{holds} a run whose newest checkpoint is not resume={source}; {elsewhere}, or set --resume=auto"
+    is_branch, source = config.resume not in ("auto", "never"), Path(config.resume).resolve()
+    is_own = not is_branch or Path(str(saved.get("resume"))).resolve() == source
+    if is_branch and not (is_own and checkpoints) and not (source / MANIFEST).is_file():
+        yield f"resume={config.resume}: not a checkpoint; auto, never, or a folder step_…"
+    elif held and not is_own and source not in [path.resolve() for path in checkpoints[:1]]:
+        yield f"{holds} a run whose newest checkpoint is not resume={config.resume}; {elsewhere}, or set --resume=auto"
     elif held and config.resume == "never":
         yield f"{holds} {a_run}; {elsewhere}"
-    elif held and not checkpoints:
+    elif held and is_own and not checkpoints:
         is_another = changed_settings(config, saved).keys() - LENGTH_SETTINGS if saved else True
         if is_another or "summary.json" in held or "model" in held:
             yield f"{holds} {a_run}, but no checkpoint of it; {elsewhere}"
-        elif _had_checkpoints(folder, saved):
-            yield f"{lost}; or {elsewhere}"
+        # according to its status.json, which names the checkpoint that it branched off from until it has its own
+        elif read_json(folder / "status.json").get("checkpoint") not in (None, saved.get("resume")):
+            lost = f"its checkpoints are missing: restore {folder / 'checkpoints'}"
+            yield f"output_dir={folder}: {lost}; or {elsewhere}"
 
 
 def _is_held(path: Path) -> bool:
@@ -73,24 +66,18 @@ def _is_held(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
 
 
-def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Return whether the run in a folder has saved a checkpoint of its own, according to its status.json."""
-    return read_json(folder / "status.json").get("checkpoint") not in (None, saved.get("resume"))
-
-
 def _write_errors(folder: Path) -> Iterator[str]:
     """Yield an error line for each path that is not writable."""
-    parents, own = folder.absolute().parents, [folder / name for name in (*RUN_FILES, "profile", "tensorboard")]
-    for path in filter(Path.is_symlink, (*parents, folder, *own, *folder.glob("checkpoints/step_*"))):
-        path.stat()  # an error if the link is broken, as where a disk is not mounted
-        if path not in parents:  # which the user has named
-            yield from (f"output_dir={folder}: {line}" for line in planted(path))
-    parent = next(path for path in (folder, *parents) if os.path.exists(path))
-    for path in (parent, *own):  # some may belong to another user
+    own = [folder / name for name in (*RUN_FILES, "profile", "tensorboard")]
+    for path in (folder, *own, *folder.glob("checkpoints/step_*")):
+        yield from (f"output_dir={folder}: {line}" for line in planted(path))
+    parent = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    for path in filter(os.path.lexists, (parent, *own)):  # some may belong to another user
         try:
-            if path.is_dir() or path == parent:
+            # an error if it is a link to a disk that is not mounted
+            if path.resolve(strict=True).is_dir() or path == parent:
                 tempfile.TemporaryFile(dir=path).close()
-            elif path.exists():  # a link would lead elsewhere, and a pipe would make the run wait
+            else:  # a link would lead elsewhere, and a pipe would make the run wait
                 os.close(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
         except OSError as error:
             yield f"output_dir={folder}: cannot write to {path}, {error.strerror}; choose another --output_dir"

@@ -1,7 +1,6 @@
 """Where the checkpoints of a run are, which is the newest valid one, and which ones to keep."""
 
 import contextlib
-import math
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -79,11 +78,6 @@ def local_store(accelerator: Accelerator, config: Config) -> AbstractContextMana
 def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
     """Return the checkpoints whose step was evaluated, sorted by checkpoint.metric, best first; ties keep their
     order."""
-    scores = {path: score_at(step_of(path), settings, evaluations) for path in checkpoints}
-    return sorted((path for path in scores if scores[path] > -math.inf), key=scores.__getitem__, reverse=True)
-
-
-def score_at(step: int, settings: Checkpoint, evaluations: Evaluations) -> float:
-    """Return the score of a step's evaluation by checkpoint.metric, higher is better; minus infinity: there is none."""
-    results = evaluations.get(step, {})
-    return score(results[settings.metric], settings.metric, settings.mode) if settings.metric in results else -math.inf
+    metric, results = settings.metric, {path: evaluations.get(step_of(path), {}) for path in checkpoints}
+    evaluated = [path for path in checkpoints if metric in results[path]]
+    return sorted(evaluated, key=lambda path: score(results[path][metric], metric, settings.mode), reverse=True)

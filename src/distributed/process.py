@@ -197,18 +197,9 @@ def end_launcher() -> None:
             end_with_parent(0)  # this process outlives the launcher, whose death asks the others to end
             launcher.send_signal(signal.SIGUSR1)
             launcher.wait(1)  # an error if it ignores the signal, as under launchers/slurm.sbatch
-            kill_at = time.monotonic() + float(value("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-            while (alive := [*filter(_is_alive, others)]) and time.monotonic() < kill_at:
-                time.sleep(0.05)
+            _, alive = psutil.wait_procs(others, float(value("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
             for process in alive:
                 process.kill()
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs: in some containers, nobody buries those that have ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
