@@ -90,6 +90,10 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
         assert line.startswith(f"checkpoint.mirror={mirror}: ")
         assert says in line
     assert not (tmp_path / "run").exists()
+    with pytest.MonkeyPatch.context() as patch:  # another folder of this name, as on another machine
+        patch.setattr(LocalFileSystem, "exists", lambda *_: False)
+        (line,) = refusal(tmp_path / "run", f"--checkpoint.mirror={tmp_path}/mirror")
+    assert line == f"checkpoint.mirror={tmp_path}/mirror: not the same place on all machines"
 
 
 def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) -> None:
@@ -210,30 +214,19 @@ def test_the_end_of_a_run_waits_for_the_copy(whole: Whole, tmp_path: Path, monke
 def test_a_mirror_that_hangs_at_the_end_is_given_up(
     whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """When it took nothing for half of timeout_minutes. Tried without: it waits for ever."""
+    """After timeout_minutes. Tried without: it waits for ever."""
     answers, put_file = threading.Event(), LocalFileSystem.put_file
     monkeypatch.setattr(LocalFileSystem, "put_file", lambda *arguments, **_: answers.wait() and put_file(*arguments))
     shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
     arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
     with mirrored(Accelerator(cpu=True), run_settings(arguments)) as store:
         store.rotate({})
-    says = f"WARNING: {tmp_path}/mirror/mnist accepts nothing, and lacks the newest checkpoint\n"
+    says = f"WARNING: {tmp_path}/mirror/mnist lacks the newest checkpoint: no copy within timeout_minutes\n"
     assert capfd.readouterr().out == says
     assert in_mirror(tmp_path / "mirror") == []
     answers.set()
     store.copier.join()
     assert in_mirror(tmp_path / "mirror") == [14]
-
-
-def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Than half of timeout_minutes, which pass five times here. Tried with a limit for all of it: a warning."""
-    arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"]
-    copying = Mock()
-    copying.ready = lambda: copying.wait.call_count == 5
-    with mirrored(Accelerator(cpu=True), run_settings(arguments)) as store:
-        copying.wait.side_effect = lambda _: store._accepted.relative_update()
-        monkeypatch.setattr(store, "copier", Mock(apply_async=lambda *_: copying))
-    assert copying.wait.call_count == 5
 
 
 SLOW = """

@@ -72,16 +72,16 @@ def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
 
 def require_same_data(checkpoint: Path, then: RunInputs, now: RunInputs) -> None:
     """Raise a UserError if the checkpoint was trained on different data."""
-    both = [{"examples to train on": of.examples, **of.data_state} for of in (then, now)]
+    parts = "training data", "evaluation data"
+    both = [
+        {"examples": of.examples, **of.data_state, **dict(zip(parts, of.fingerprints, strict=False))}
+        for of in (then, now)
+    ]
     # in the form that a checkpoint returns: tuples as lists, and NaN as text, which equals itself
     known, facts = (json.loads(json.dumps(facts), parse_constant=str) for facts in both)
-    changes = _changes({name: (known.get(name, value), value) for name, value in facts.items()})
-    parts = zip(("to train on", "to evaluate on"), then.fingerprints, now.fingerprints, strict=False)
-    changed = " and ".join(part for part, before, after in parts if before != after)
-    if changes or changed:
-        found = changes or f"other text, images or labels {changed}"
+    if changes := _changes({name: (known.get(name, value), value) for name, value in facts.items()}):
         advice = f"bring them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
-        raise UserError(f"{checkpoint} was trained on different data: {found}: {advice}")
+        raise UserError(f"{checkpoint} was trained on different data: {changes}: {advice}")
 
 
 def require_full_log(config: Config, checkpoint: Path, state: RunState) -> None:

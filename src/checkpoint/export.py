@@ -66,8 +66,7 @@ def replacing(folder: Path) -> Iterator[Path]:
             raise_if_any(planted(folder))
             new_folder(incomplete)
             yield incomplete
-            for file in incomplete.rglob("*.safetensors"):
-                make_readable(file)
+            make_readable(incomplete)
             discard(place)
             incomplete.rename(place)
     finally:

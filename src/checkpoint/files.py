@@ -97,10 +97,12 @@ def incomplete_path(path: Path) -> Path:
     return path.with_name(f"{INCOMPLETE}{path.name}")
 
 
-def make_readable(file: Path) -> None:
-    """Let those read the file who can read its folder: safetensors ignores the umask and lets only the owner read."""
-    with contextlib.suppress(OSError):  # some file systems, such as blobfuse, have no permissions
-        file.chmod(file.stat().st_mode | file.parent.stat().st_mode & 0o666)
+def make_readable(folder: Path) -> None:
+    """Let those read the weights who can read the folder: safetensors ignores the umask and lets only the owner
+    read."""
+    for file in folder.rglob("*.safetensors"):
+        with contextlib.suppress(OSError):  # some file systems, such as blobfuse, have no permissions
+            file.chmod(file.stat().st_mode | folder.stat().st_mode & 0o666)
 
 
 def file_facts(file: Path) -> Json:
@@ -134,8 +136,7 @@ def write_text(file: Path, text: str) -> None:
 def publish(incomplete: Path, files: Json, checkpoint: Path) -> None:
     """Add the manifest, with these entries, to an otherwise complete folder, and rename the folder to `checkpoint`.
     Raise an OSError if that exists."""
-    for file in incomplete.glob("*.safetensors"):
-        make_readable(file)
+    make_readable(incomplete)
     write_json(incomplete / MANIFEST, {"files": files})
     sync(incomplete)
     incomplete.rename(checkpoint)  # refuses to replace a folder that is not empty

@@ -22,6 +22,8 @@ class Store:
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
         self.accelerator, self.config = accelerator, config
         self.folder = config.folder / "checkpoints"
+        self.is_first = accelerator.is_main_process
+        """Whether this process makes the folders of checkpoints."""
         self.timeout = timedelta(minutes=config.timeout_minutes)
         """How long a process waits until the others have written their files."""
         self.shard = accelerator.process_index, accelerator.num_processes
@@ -50,7 +52,7 @@ class Store:
 
     def begin(self, folder: Path) -> None:
         """Make the folder of an incomplete checkpoint, before any process writes into it."""
-        if self.accelerator.is_main_process:
+        if self.is_first:
             new_folder(folder)
 
     def record(self, folder: Path, *names: str) -> Json:

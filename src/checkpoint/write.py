@@ -1,9 +1,7 @@
 """Save while training continues: copy the tensors, and write the copy in the background."""
 
-import contextlib
 import json
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -55,8 +53,7 @@ class CheckpointWriter:
         self._stager = DefaultStager(self._options)  # keeps its buffers between saves
         self._pending: tuple[StorageWriter, Future[Any], float] | None = None
         if run.is_main:
-            with contextlib.suppress(OSError):
-                store.rotate(run.progress.evaluations)  # the settings may keep fewer than before
+            store.rotate(run.progress.evaluations)  # the settings may keep fewer than before
 
     def save(self, metrics_bytes: int, run_id: str) -> None:
         """Start writing a checkpoint of the current state, after the previous one is done. The main process knows the
@@ -152,8 +149,5 @@ class StorageWriter(HuggingFaceStorageWriter):
         for (result,) in results:
             files |= result.storage_data
         publish(self.folder, files, self.checkpoint)
-        try:
-            self._store.rotate(self.state.progress.evaluations)
-            write_unfinished(self._store.config.folder, self.checkpoint)
-        except Exception as error:  # the new checkpoint is published
-            warnings.warn(f"old checkpoints could not be deleted, or status.json not written: {error}", stacklevel=1)
+        write_unfinished(self._store.config.folder, self.checkpoint)
+        self._store.rotate(self.state.progress.evaluations)

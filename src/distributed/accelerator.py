@@ -28,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim import SGD
 
 from src.config.config import Config
-from src.config.environment import LaunchEnv, processes
+from src.config.environment import LaunchEnv
 from src.config.errors import UserError, as_user_error, raise_if_any
 from src.distributed.cpu import tune_for_cpu
 from src.distributed.launcher import ParentLauncher, find_launcher, launch_errors, refuse_another_strategy
@@ -121,8 +121,7 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
     precision = "fp32" if precision == "no" else precision
     if is_cpu_fallback:
         stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
-        started = f"{processes(asked.world_size)}{f' on {backend}' if backend else ''}"
-        note = f"no GPU here: {stand_in}, {started}{', sharding for real' if asked.fsdp else ''}, {precision}"
+        note = f"no GPU here: {stand_in}, in {precision}"
     return accelerator, RunSetup(
         config_file=config_file,
         requested_precision=asked.precision,
@@ -248,15 +247,7 @@ def sharded_units(model: nn.Module) -> list[nn.Module]:
 
 
 def strategy_remarks(accelerator: Accelerator, model: nn.Module) -> Iterator[str]:
-    """Yield a line for whatever in the prepared model its strategy cannot do well."""
-    if accelerator.is_fsdp2:
-        _, *units = sharded_units(model)
-        in_units = {weight for unit in units for weight in unit.parameters()}
-        in_root = sum(weight.nbytes for weight in {*model.parameters()} - in_units)
-        largest = max((sum(weight.nbytes for weight in unit.parameters()) for unit in units), default=0)
-        if in_root > largest:
-            share = f"{in_root / 1e6:,.1f} of {sum(weight.nbytes for weight in model.parameters()) / 1e6:,.1f} MB"
-            yield f"FSDP gathers {share} of weights at once, more than any block has: name more modules in {BLOCKS}"
+    """Yield a line if the prepared model has layers that its strategy cannot do well."""
     # put into training mode, as steps will: a norm that is frozen stays as it is
     if accelerator.use_distributed and any(isinstance(m, BATCH_NORMS) and m.training for m in model.train().modules()):
         yield (
@@ -282,11 +273,6 @@ def machine_differences(reports: list[Any]) -> Iterator[str]:
         if other:
             here, there = (", ".join(f"{key} {has.get(key)}" for key in other) for has in (own, first))
             yield f"machine {number} ({host}) has {here}; machine 0 ({name}) has {there}"
-
-
-def num_machines() -> int:
-    """Return the number of machines that torch's launcher started the run on."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def shut_down(accelerator: Accelerator) -> None:

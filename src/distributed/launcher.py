@@ -19,7 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml.error import YAMLError
 
 from src.config.config import Config
-from src.config.environment import LaunchEnv, launcher_words
+from src.config.environment import LaunchEnv, launcher_words, processes
 from src.config.errors import UserError, as_user_error, cause
 from src.config.settings import nearest, read_yaml
 from src.tasks.base import Task
@@ -60,13 +60,11 @@ def find_launcher() -> ParentLauncher | None:
 
 def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnv) -> None:
     """Raise a UserError if Accelerate has set up the processes differently than the launcher asked."""
-    if accelerator.num_processes != asked.world_size:
+    if (accelerator.num_processes, accelerator.is_fsdp2) != (asked.world_size, asked.fsdp):
+        wanted = f"{processes(asked.world_size)}{' under FSDP 2' if asked.fsdp else ''}"
         raise UserError(
-            f"{asked.world_size} processes were started, but each sees {accelerator.num_processes}: refusing to train "
-            "separate models"
+            f"asked for {wanted}, but Accelerate set up {accelerator.num_processes} x {accelerator.distributed_type}"
         )
-    if asked.fsdp and not accelerator.is_fsdp2:
-        raise UserError(f"the yaml asks for FSDP, but Accelerate chose {accelerator.distributed_type}, or FSDP 1")
 
 
 def unusable_gpu() -> str | None:

@@ -628,9 +628,9 @@ SWAPPED = {"falling": "rising", "rising": "falling"}
     ("name", "edit", "says"),
     [
         ("*.tsv", lambda text: text.replace("falling", "low"), '["falling", "rising"] -> ["low", "rising"]'),
-        ("train.tsv", lambda text: re.sub("falling|rising", lambda m: SWAPPED[m[0]], text), "labels to train on"),
-        ("dev.tsv", lambda text: text.replace("the", "teh"), "other text, images or labels to evaluate on"),
-        ("train.tsv", lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "other text, images"),
+        ("train.tsv", lambda text: re.sub("falling|rising", lambda m: SWAPPED[m[0]], text), "training data"),
+        ("dev.tsv", lambda text: text.replace("the", "teh"), "evaluation data"),
+        ("train.tsv", lambda text: "\n".join([*text.split("\n")[:1], *text.split("\n")[:0:-1]]), "training data"),
     ],
 )
 def test_other_data_are_another_run(models: Path, tmp_path: Path, name: str, edit: Any, says: str) -> None:
