@@ -99,11 +99,7 @@ def fit(run: Run) -> bool:
     config, progress = run.config, run.progress
     performance = Performance(run)
     # parts are W&B, the report and other optional code that follows the run
-    with (
-        open_store(run.accelerator, config) as store,
-        Parts(run, PARTS) as parts,
-        Tracker(run, parts.where) as tracker,
-    ):
+    with open_store(run.accelerator, config) as store, Parts(run, PARTS) as parts, Tracker(run, parts.where) as tracker:
         gc.collect()  # what building the run has left, which the next line would keep
         collect_only_new_objects()
         stop = StopSignal(run.accelerator, config)

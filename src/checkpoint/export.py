@@ -44,13 +44,11 @@ def _load_best(run: Run, store: Store, say: Callable[[str], None]) -> Metrics:
     """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
     weights, and return the last evaluation. Collective."""
     evaluations, settings = run.progress.evaluations, run.config.checkpoint
-    path, damaged = store.first_valid(best_first(store.checkpoints(), settings, evaluations))
-    for damaged_path, why in damaged.items():
-        say(f"WARNING: {damaged_path}: {why}")
+    path, _ = store.first_valid(best_first(store.checkpoints(), settings, evaluations))
     if path is None:
-        say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
+        say("WARNING: no intact checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return run.progress.evaluation
-    say(f"exporting the best of the checkpoints that are kept, {path}")
+    say(f"exporting the best of the intact checkpoints, {path}")
     load_tensors(path, run.model)
     return evaluations[step_of(path)]
 

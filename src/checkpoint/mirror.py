@@ -123,8 +123,7 @@ class MirroredStore(Store):
                 raise OSError(f"{self.url} is slower than the saves")
             state = read_state(checkpoint)
             if checkpoint not in self._mirrored():
-                files = manifest(checkpoint)
-                self._put(checkpoint, *(name for name in files if (checkpoint / name).exists()))
+                self._put(checkpoint, *(name for name in manifest(checkpoint) if (checkpoint / name).exists()))
                 log = (self.config.folder / "metrics.jsonl").read_bytes()
                 self._fs.pipe_file(f"{there}/metrics.jsonl", log[: state.metrics_bytes])
                 self._fs.put_file(f"{checkpoint}/{MANIFEST}", f"{there}/{INCOMPLETE}")

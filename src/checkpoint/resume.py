@@ -99,8 +99,7 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
         notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
         return ResumePoint(notes=notes, command=command)
     state, has_ended = broadcast_object_list([read_state(checkpoint), _has_ended(config)])
-    done = "skipped and set aside" if config.saves else "skipped"
-    notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
+    notes = [f"skipped: {path}, {why}" for path, why in damaged.items()]
     notes += note_changes(config, checkpoint, state.origin)
     if state.origin.settings.get("early_stopping") != config.early_stopping.model_dump(mode="json"):  # count anew
         state.progress.best = None

@@ -22,6 +22,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    gather_object,
 )
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -262,7 +263,7 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     else:
         peak = torch.accelerator.max_memory_allocated()
-    return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
+    return gather_object([peak])
 
 
 def machine_differences(reports: list[Any]) -> Iterator[str]:

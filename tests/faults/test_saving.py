@@ -185,7 +185,7 @@ def test_the_best_that_is_exported_is_one_that_was_kept(launch: Launch, whole: W
     best, (kept, last) = max(losses, key=losses.__getitem__), checkpoints(folder)
     left = max(kept, last, key=losses.__getitem__)
     assert best < kept
-    says = f"exporting the best of the checkpoints that are kept, {folder}/checkpoints/step_{left:08d}"
+    says = f"exporting the best of the intact checkpoints, {folder}/checkpoints/step_{left:08d}"
     assert says in again.stdout
 
 
