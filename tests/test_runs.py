@@ -33,7 +33,7 @@ def digits(whole: Whole) -> Run:
 def test_the_digits_are_learnt_and_exactly_these_files_say_so(digits: Run) -> None:
     assert digits.losses[0] > 2 * digits.losses[-1]
     assert {path.name for path in digits.folder.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "model",
+        ".lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "model",
         "status.json",
         *(["wandb"] if WANDB else []),
         *(["report.html"] if (PROJECT / "src/tracking/report.py").exists() else []),

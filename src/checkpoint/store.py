@@ -8,7 +8,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from src.checkpoint.files import INCOMPLETE, Json, discard, file_facts, list_checkpoints, new_folder, step_of
+from src.checkpoint.files import INCOMPLETE, Json, discard, file_facts, list_checkpoints, step_of
 from src.checkpoint.integrity import Damaged, problems
 from src.config.config import Config
 from src.config.groups import Checkpoint
@@ -49,11 +49,6 @@ class Store:
     def problems(self, checkpoint: Path) -> list[str]:
         """Return what is wrong with a checkpoint, of which each process reads a part. Collective."""
         return gather_object([*problems(checkpoint, shard=self.shard)])
-
-    def begin(self, folder: Path) -> None:
-        """Make the folder of an incomplete checkpoint, before any process writes into it."""
-        if self.is_first:
-            new_folder(folder)
 
     def record(self, folder: Path, *names: str) -> Json:
         """Return the manifest's entries of files that this process has written into an incomplete checkpoint."""
