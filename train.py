@@ -19,11 +19,11 @@ from accelerate.utils import broadcast
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.checkpoint.export import export_model, push_to_hub
-from src.checkpoint.resume import explaining_lost_machine, find_checkpoint, load_checkpoint, origin_of
+from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
-from src.distributed.accelerator import build_accelerator, num_machines, shut_down
-from src.distributed.process import collect_only_new_objects, exit_codes
+from src.distributed.accelerator import build_accelerator, shut_down
+from src.distributed.process import collect_only_new_objects, exit_codes, num_machines
 from src.distributed.stop import StopSignal
 from src.parts import AT_START, MODES, PARTS, open_store
 from src.tasks.base import Task
@@ -99,12 +99,7 @@ def fit(run: Run) -> bool:
     config, progress = run.config, run.progress
     performance = Performance(run)
     # parts are W&B, the report and other optional code that follows the run
-    with (
-        open_store(run.accelerator, config) as store,
-        explaining_lost_machine(run, store),
-        Parts(run, PARTS) as parts,
-        Tracker(run, parts.where) as tracker,
-    ):
+    with open_store(run.accelerator, config) as store, Parts(run, PARTS) as parts, Tracker(run, parts.where) as tracker:
         gc.collect()  # what building the run has left, which the next line would keep
         collect_only_new_objects()
         stop = StopSignal(run.accelerator, config)

@@ -30,15 +30,16 @@ def missing_requirements(extra: str = "") -> list[str]:
         return []
     text = file.read_text(encoding="utf-8")
     if extra:
-        text = "\n".join(import_module("tomllib").loads(text)["project"]["optional-dependencies"][extra])
-    bounds = re.findall(r"(?m)^(([\w.-]+)[^#\n]*)", text)
-    missing = [name for _, name in bounds if not any(metadata.distributions(name=name))]
+        text, *_ = re.findall(f"(?m)^{extra} = .*", text)
+    bounds = re.findall(r'([\w.-]+)([<>=][^"#\s]*)', text)
+    missing = [name for name, _ in bounds if not any(metadata.distributions(name=name))]
     if missing:
         return [f"not installed: {', '.join(missing)}: {remedy}"]
+    allowed = import_module("packaging.specifiers").SpecifierSet
     return [
-        f"{one.name} {version} is installed, and {one} is needed: {remedy}"
-        for one in [import_module("packaging.requirements").Requirement(bound) for bound, _ in bounds]
-        if not one.specifier.contains(version := metadata.version(one.name), prereleases=True)
+        f"{name} {version} is installed, and {name}{bound} is needed: {remedy}"
+        for name, bound in bounds
+        if (version := metadata.version(name)) not in allowed(bound, prereleases=True)
     ]
 
 

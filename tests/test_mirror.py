@@ -90,6 +90,10 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
         assert line.startswith(f"checkpoint.mirror={mirror}: ")
         assert says in line
     assert not (tmp_path / "run").exists()
+    with pytest.MonkeyPatch.context() as patch:  # another folder of this name, as on another machine
+        patch.setattr(LocalFileSystem, "exists", lambda *_: False)
+        (line,) = refusal(tmp_path / "run", f"--checkpoint.mirror={tmp_path}/mirror")
+    assert line == f"checkpoint.mirror={tmp_path}/mirror: not the same place on all machines"
 
 
 def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) -> None:

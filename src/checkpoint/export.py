@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.checkpoint.files import discard, incomplete_path, make_readable, new_folder, planted, step_of
-from src.checkpoint.store import Store, best_first, score_at
+from src.checkpoint.store import Store, best_first
 from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
 from src.config.errors import as_run_error, raise_if_any
@@ -44,19 +44,13 @@ def _load_best(run: Run, store: Store, say: Callable[[str], None]) -> Metrics:
     """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
     weights, and return the last evaluation. Collective."""
     evaluations, settings = run.progress.evaluations, run.config.checkpoint
-    path, damaged = store.first_valid(best_first(store.checkpoints(), settings, evaluations))
-    for damaged_path, why in damaged.items():
-        say(f"WARNING: {damaged_path}: {why}")
+    path, _ = store.first_valid(best_first(store.checkpoints(), settings, evaluations))
     if path is None:
-        say("WARNING: no checkpoint of a step that was evaluated: exporting the last weights, not the best")
+        say("WARNING: no intact checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return run.progress.evaluation
-    say(f"exporting the best checkpoint, {path}")
-    step, best = step_of(path), max(evaluations, key=lambda step: score_at(step, settings, evaluations))
-    if score_at(best, settings, evaluations) > score_at(step, settings, evaluations):
-        was, now = (f"{settings.metric} {evaluations[n][settings.metric]:.6g}" for n in (best, step))
-        say(f"WARNING: step {best} was better ({was}, not {now}), but its checkpoint is not there any more")
+    say(f"exporting the best of the intact checkpoints, {path}")
     load_tensors(path, run.model)
-    return evaluations[step]
+    return evaluations[step_of(path)]
 
 
 @contextlib.contextmanager
@@ -70,8 +64,7 @@ def replacing(folder: Path) -> Iterator[Path]:
             raise_if_any(planted(folder))
             new_folder(incomplete)
             yield incomplete
-            for file in incomplete.rglob("*.safetensors"):
-                make_readable(file)
+            make_readable(incomplete)
             discard(place)
             incomplete.rename(place)
     finally:

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from ruamel.yaml.error import YAMLError
 from src.config.config import Config
 from src.config.errors import as_run_error, naming, raise_if_any
 from src.config.settings import read_yaml
-from src.config.terminal import say
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -29,7 +27,6 @@ Json = dict[str, Any]
 """A JSON object."""
 JSON_OBJECT = TypeAdapter(dict[str, JsonValue])
 """Refuses what is nested deeper than 255 levels, which code that follows would not survive."""
-say_once = cache(say)
 
 
 def reading(file: Path) -> contextlib.AbstractContextManager[None]:
@@ -100,17 +97,12 @@ def incomplete_path(path: Path) -> Path:
     return path.with_name(f"{INCOMPLETE}{path.name}")
 
 
-def make_readable(file: Path) -> None:
-    """Let those read the file who can read its folder: safetensors ignores the umask and lets only the owner read."""
-    courtesy(file.chmod, file.stat().st_mode | file.parent.stat().st_mode & 0o666)
-
-
-def courtesy(call: Any, *arguments: Any) -> None:
-    """Call what some file systems, such as those over a network, refuse, and files do without."""
-    try:
-        call(*arguments)
-    except OSError as error:
-        say_once(f"{call.__name__} is refused by this file system ({error.strerror}): files are saved without it")
+def make_readable(folder: Path) -> None:
+    """Let those read the weights who can read the folder: safetensors ignores the umask and lets only the owner
+    read."""
+    for file in folder.rglob("*.safetensors"):
+        with contextlib.suppress(OSError):  # some file systems, such as blobfuse, have no permissions
+            file.chmod(file.stat().st_mode | folder.stat().st_mode & 0o666)
 
 
 def file_facts(file: Path) -> Json:
@@ -144,12 +136,11 @@ def write_text(file: Path, text: str) -> None:
 def publish(incomplete: Path, files: Json, checkpoint: Path) -> None:
     """Add the manifest, with these entries, to an otherwise complete folder, and rename the folder to `checkpoint`.
     Raise an OSError if that exists."""
-    for file in incomplete.glob("*.safetensors"):
-        make_readable(file)
+    make_readable(incomplete)
     write_json(incomplete / MANIFEST, {"files": files})
-    courtesy(sync, incomplete)
+    sync(incomplete)
     incomplete.rename(checkpoint)  # refuses to replace a folder that is not empty
-    courtesy(sync, checkpoint.parent)
+    sync(checkpoint.parent)
 
 
 def sync(path: Path) -> None:
@@ -157,6 +148,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems, such as CIFS, only flush files
+            raise
     finally:
         os.close(descriptor)
 

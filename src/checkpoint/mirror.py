@@ -26,7 +26,7 @@ from src.checkpoint.files import INCOMPLETE, MANIFEST, Json, discard, incomplete
 from src.checkpoint.integrity import manifest, quarantine
 from src.checkpoint.store import Store
 from src.config.config import Config
-from src.config.errors import as_run_error, as_user_error, cause
+from src.config.errors import UserError, as_run_error, as_user_error, cause
 from src.config.terminal import say
 from src.distributed.accelerator import local_main_process_first
 from src.training.progress import Evaluations
@@ -36,28 +36,30 @@ class MirroredStore(Store):
     """The checkpoints in a run's output folder and in its mirror, each named by its path in the output folder."""
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
-        """Find out whether the machines share a disk. Raise a UserError if the mirror is not writable. Collective."""
+        """Find out whether the machines share a disk. Raise a UserError if they don't share the mirror, or it is not
+        writable. Collective."""
         super().__init__(accelerator, config)
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{config.folder_name}"
         probe = f"{INCOMPLETE}{os.urandom(8).hex()}"
         with as_user_error(f"checkpoint.mirror={config.checkpoint.mirror}: "):
             self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
             self._fs.auto_mkdir = True  # for file systems with folders
-            if accelerator.is_local_main_process:
+            if accelerator.is_main_process:
                 self._fs.pipe_file(f"{self._root}/{probe}", b"probe")
-                self._fs.rm_file(f"{self._root}/{probe}")
         if accelerator.is_main_process:
             (self.folder / probe).mkdir(parents=True)
-        (of_main,) = broadcast_object_list([probe])
-        self._sees_main = (self.folder / of_main).exists()
+        (probe,) = broadcast_object_list([probe])
+        self._sees_main = (self.folder / probe).exists()
         """Whether this machine has the main process's disk."""
-        self._is_first = accelerator.is_main_process or (accelerator.is_local_main_process and not self._sees_main)
-        """Whether this is the first process of a disk."""
+        if not self._fs.exists(f"{self._root}/{probe}"):
+            raise UserError(f"checkpoint.mirror={config.checkpoint.mirror}: not the same place on all machines")
+        self.is_first = accelerator.is_local_main_process and (accelerator.is_main_process or not self._sees_main)
         if not all(gather_object([self._sees_main])):
             self.timeout = timedelta(days=1)  # copies take their time
             self.shard = 0, 1  # each process verifies all files
         if accelerator.is_main_process:
             (self.folder / probe).rmdir()
+            self._fs.rm_file(f"{self._root}/{probe}")
         self.copier = ThreadPool(1)
         """The copying thread. It does not keep the process from ending, even if it hangs."""
         self._copying: Path | None = None
@@ -76,7 +78,7 @@ class MirroredStore(Store):
         if not (wrong := super().problems(checkpoint)):
             return wrong
         with local_main_process_first(self.accelerator), as_run_error(f"{self.url}: "):
-            if self._is_first and checkpoint in self._mirrored():
+            if self.is_first and checkpoint in self._mirrored():
                 self._fetch(checkpoint)
         return super().problems(checkpoint)
 
@@ -95,10 +97,6 @@ class MirroredStore(Store):
             discard(stale)
         incomplete.rename(checkpoint)
         say(f"fetched from {self.url}/{checkpoint.name}")
-
-    def begin(self, folder: Path) -> None:
-        if self._is_first:
-            new_folder(folder)
 
     def record(self, folder: Path, *names: str) -> Json:
         """Do so. If this machine does not have the main process's disk, copy the files to the mirror."""
@@ -139,11 +137,7 @@ class MirroredStore(Store):
                 raise OSError(f"{self.url} is slower than the saves")
             state = read_state(checkpoint)
             if checkpoint not in self._mirrored():
-                files = manifest(checkpoint)
-                self._put(checkpoint, *(name for name in files if (checkpoint / name).exists()))
-                for name in files:
-                    if not self._fs.exists(f"{there}/{name}"):
-                        raise OSError(f"{name} is missing in {self.url}: all machines need the same mirror")
+                self._put(checkpoint, *(name for name in manifest(checkpoint) if (checkpoint / name).exists()))
                 log = (self.config.folder / "metrics.jsonl").read_bytes()
                 self._fs.pipe_file(f"{there}/metrics.jsonl", log[: state.metrics_bytes])
                 self._fs.put_file(f"{checkpoint}/{MANIFEST}", f"{there}/{INCOMPLETE}")

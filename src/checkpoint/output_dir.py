@@ -1,7 +1,10 @@
 """Refuse and lock output folders: a run must not write into another run's folder, or one that is not writable."""
 
+import atexit
+import contextlib
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -99,12 +102,16 @@ def _write_errors(folder: Path) -> Iterator[str]:
 def lock(folder: Path) -> None:
     """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
     after PATIENCE_SECONDS, or the file that is locked is a link or another user's."""
-    hint = f"delete {LOCK} there if a run of another user has left it"
-    with as_user_error(f"output_dir={folder}: cannot be locked, {hint}: ", OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        # not the folder itself, which whoever may read it could lock
-        descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR, 0o600)
+    if not os.path.exists(folder):
+        atexit.register(_delete_if_empty, folder)
+    file = folder / LOCK
     for second in range(PATIENCE_SECONDS):
+        hint = f"delete {LOCK} there if a run of another user has left it"
+        with as_user_error(f"output_dir={folder}: cannot be locked, {hint}: ", OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            is_for_group = folder.stat().st_mode & stat.S_IWGRP  # a folder that its group writes into
+            # not the folder itself, which whoever may read it could lock
+            descriptor = os.open(file, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR, 0o660 if is_for_group else 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -112,9 +119,18 @@ def lock(folder: Path) -> None:
                 SIGNALS.die()
             if second == 0:
                 say(f"{folder}: another process is still writing this run; waiting for it to end")
+            os.close(descriptor)
             time.sleep(1)
+            continue
         except OSError:  # a file system without locks
-            return
-        else:
+            pass
+        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):  # else the one before has deleted it
+            atexit.register(file.unlink, missing_ok=True)
             return
     raise UserError(f"output_dir={folder}: another process is writing this run; stop it, or choose another --run_name")
+
+
+def _delete_if_empty(folder: Path) -> None:
+    """Delete the empty folder that a refused run would leave behind."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()

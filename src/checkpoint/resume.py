@@ -1,9 +1,6 @@
 """Find the checkpoint that a run resumes from, and restore the run from it."""
 
-import contextlib
-import re
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +10,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
 from src.checkpoint.compatibility import note_changes, read_state, require_full_log, require_same_origin
-from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings, step_of
+from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings
 from src.checkpoint.integrity import Damaged, quarantine
 from src.checkpoint.output_dir import folder_errors, lock
 from src.checkpoint.rng import random_file, restore_random_state
@@ -22,10 +19,9 @@ from src.checkpoint.store import Store
 from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
 from src.config.environment import command_with
-from src.config.errors import RunError, UserError, raise_if_any
+from src.config.errors import UserError, raise_if_any
 from src.config.settings import Change, flatten, marked
-from src.distributed.accelerator import RunSetup, num_machines
-from src.distributed.process import COLLECTIVE_FAILED, TIMED_OUT, leave_it_to_others
+from src.distributed.accelerator import RunSetup
 from src.tasks.base import Examples, Task
 from src.training.progress import Progress
 from src.training.run import Run
@@ -139,22 +135,6 @@ def load_checkpoint(run: Run) -> None:
     # each process has its own dropout masks, which depend on the number of processes
     if saved.origin.num_processes == run.world_size:
         restore_random_state(checkpoint / random_file(run.rank), run.device)
-
-
-@contextlib.contextmanager
-def explaining_lost_machine(run: Run, store: Store) -> Iterator[None]:
-    """Turn a collective's error into a RunError that says where the run resumes, if another machine was lost."""
-    try:
-        yield
-    except RuntimeError as error:
-        is_lost = re.search(COLLECTIVE_FAILED, str(error)) and not re.search(TIMED_OUT, str(error))
-        if num_machines() == 1 or not is_lost:
-            raise
-        leave_it_to_others()  # if a process of this machine failed
-        newest = next(iter(store.checkpoints()), None)
-        resumes = f"resume from step {step_of(newest)}" if newest else "start over, as there is no checkpoint yet"
-        lost = f"a process on another machine was lost after step {run.progress.step}"
-        raise RunError(f"{lost}: run the same command on all machines; they {resumes}") from error
 
 
 def _has_ended(config: Config) -> bool:

@@ -1,7 +1,6 @@
 """Where the checkpoints of a run are, which is the newest valid one, and which ones to keep."""
 
 import contextlib
-import math
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from src.checkpoint.files import INCOMPLETE, Json, discard, file_facts, list_checkpoints, new_folder, step_of
+from src.checkpoint.files import INCOMPLETE, Json, discard, file_facts, list_checkpoints, step_of
 from src.checkpoint.integrity import Damaged, problems
 from src.config.config import Config
 from src.config.groups import Checkpoint
@@ -23,6 +22,8 @@ class Store:
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
         self.accelerator, self.config = accelerator, config
         self.folder = config.folder / "checkpoints"
+        self.is_first = accelerator.is_main_process
+        """Whether this process makes the folders of checkpoints."""
         self.timeout = timedelta(minutes=config.timeout_minutes)
         """How long a process waits until the others have written their files."""
         self.shard = accelerator.process_index, accelerator.num_processes
@@ -49,11 +50,6 @@ class Store:
         """Return what is wrong with a checkpoint, of which each process reads a part. Collective."""
         return gather_object([*problems(checkpoint, shard=self.shard)])
 
-    def begin(self, folder: Path) -> None:
-        """Make the folder of an incomplete checkpoint, before any process writes into it."""
-        if self.accelerator.is_main_process:
-            new_folder(folder)
-
     def record(self, folder: Path, *names: str) -> Json:
         """Return the manifest's entries of files that this process has written into an incomplete checkpoint."""
         return {name: file_facts(folder / name) for name in names}
@@ -79,11 +75,7 @@ def local_store(accelerator: Accelerator, config: Config) -> AbstractContextMana
 def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
     """Return the checkpoints whose step was evaluated, sorted by checkpoint.metric, best first; ties keep their
     order."""
-    scores = {path: score_at(step_of(path), settings, evaluations) for path in checkpoints}
-    return sorted((path for path in scores if scores[path] > -math.inf), key=scores.__getitem__, reverse=True)
-
-
-def score_at(step: int, settings: Checkpoint, evaluations: Evaluations) -> float:
-    """Return the score of a step's evaluation by checkpoint.metric, higher is better; minus infinity: there is none."""
-    results = evaluations.get(step, {})
-    return score(results[settings.metric], settings.metric, settings.mode) if settings.metric in results else -math.inf
+    metric = settings.metric
+    values = {path: evaluations.get(step_of(path), {}).get(metric) for path in checkpoints}
+    scores = {path: score(value, metric, settings.mode) for path, value in values.items() if value is not None}
+    return sorted(scores, key=scores.__getitem__, reverse=True)

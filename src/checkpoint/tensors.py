@@ -61,24 +61,21 @@ def rank_state_dict(tensors: Tensors, rank: int, world_size: int) -> Tensors:
 def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
     """Load the weights, and the state of `optimizers`, in place, whatever strategy and number of processes saved them.
     Raise a UserError if the checkpoint does not fit this model. Collective."""
-    saved, own = saved_tensors(checkpoint), model_tensors(model)
-    there = {name: f"has shape {tuple(saved[name].size)}" for name in saved if name.startswith("model.")}
-    here = {name: f"has shape {tuple(tensor.shape)}" for name, tensor in own.items()}
+    there = {name: f"has shape {tuple(saved.size)}" for name, saved in saved_tensors(checkpoint).items()}
+    stateful = {name.rpartition(".")[0] for name in there}  # a parameter that never had a gradient has no state
+    for name, parameter in model_tensors(model).items():
+        if optimizers and name.replace("model.", "optimizer.", 1) in stateful:
+            create_optimizer_state(parameter, optimizers)
+    tensors = run_tensors(model, optimizers)
+    here = {name: f"has shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+    found = {name: tensor.detach() for name, tensor in tensors.items() if name in there}
     absent = "is missing"
     if differing := [
         f"{name.removeprefix('model.')} {there.get(name, absent)} in the checkpoint and {here.get(name, absent)} here"
         for name in {**here, **there}
-        if here.get(name) != there.get(name)
+        if here.get(name) != there.get(name) and (name in found or name.startswith("model."))
     ]:
         raise UserError(f"{checkpoint} does not fit this model: {listed(differing)}")
-    stateful = {name.rpartition(".")[0] for name in saved}  # a parameter that never had a gradient has no state
-    for name, parameter in own.items():
-        if optimizers and name.replace("model.", "optimizer.", 1) in stateful:
-            create_optimizer_state(parameter, optimizers)
-    tensors = run_tensors(model, optimizers)
-    found = {name: tensor.detach() for name, tensor in tensors.items() if name in saved}
-    if odd := [name for name, tensor in found.items() if tensor.shape != saved[name].size]:
-        raise UserError(f"{checkpoint} is damaged: {listed(odd)}: another shape than that of the weights")
     dcp.load(found, storage_reader=StorageReader(str(checkpoint)))
 
 

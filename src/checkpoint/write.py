@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
-from src.checkpoint.files import STATE, discard, incomplete_path, publish, sync, write_json, write_text
+from src.checkpoint.files import STATE, discard, incomplete_path, new_folder, publish, sync, write_json, write_text
 from src.checkpoint.rng import random_file, random_state
 from src.checkpoint.status import write_unfinished
 from src.checkpoint.store import Store
@@ -124,7 +124,8 @@ class StorageWriter(HuggingFaceStorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the folder, before any process writes: DCP's own follows a link, and takes what is there."""
-        self._store.begin(self.folder)
+        if self._store.is_first:
+            new_folder(self.folder)
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:

@@ -22,6 +22,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    gather_object,
 )
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -271,7 +272,7 @@ def peak_memory(accelerator: Accelerator) -> list[int]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     else:
         peak = torch.accelerator.max_memory_allocated()
-    return accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
+    return gather_object([peak])
 
 
 def machine_differences(reports: list[Any]) -> Iterator[str]:
@@ -282,11 +283,6 @@ def machine_differences(reports: list[Any]) -> Iterator[str]:
         if other:
             here, there = (", ".join(f"{key} {has.get(key)}" for key in other) for has in (own, first))
             yield f"machine {number} ({host}) has {here}; machine 0 ({name}) has {there}"
-
-
-def num_machines() -> int:
-    """Return the number of machines that torch's launcher started the run on."""
-    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def shut_down(accelerator: Accelerator) -> None:

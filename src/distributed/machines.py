@@ -17,8 +17,8 @@ import torch.distributed as dist
 from src.config.config import Config
 from src.config.errors import as_user_error, raise_if_any
 from src.config.settings import flatten
-from src.distributed.accelerator import machine_differences, num_machines
-from src.distributed.process import SIGNALS
+from src.distributed.accelerator import machine_differences
+from src.distributed.process import SIGNALS, num_machines
 
 SET_BY_THE_YAML = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """Prefixes of environment variables that the launcher sets from the yaml."""

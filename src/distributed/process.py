@@ -126,6 +126,11 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             SIGNALS.release()  # nothing answers them any more
             if not isinstance(error, SystemExit) or error.code:
                 HAS_FAILED.set()
+            is_lost = isinstance(error, RuntimeError) and re.search(COLLECTIVE_FAILED, str(error))
+            if is_lost and not re.search(TIMED_OUT, str(error)) and num_machines() > 1:
+                leave_it_to_others()  # if a process of this machine failed
+                advice = "run the same command on all machines; they resume from the newest checkpoint"
+                raise RunError(f"a process on another machine was lost: {advice}") from error
             raise
     except (UserError, RunError) as error:
         if not is_first_here:
@@ -146,6 +151,11 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
                 timed_out = "timed out (timeout_minutes) waiting for another process"
                 say(f"{program}: process {rank} {timed_out}", file=sys.stderr)
         raise
+
+
+def num_machines() -> int:
+    """Return the number of machines that torch's launcher started the run on."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def leave_it_to_others() -> None:
@@ -183,7 +193,7 @@ def end_launcher() -> None:
     wait for it, or if it has yet to show what this process has said (--tee).
     """
     value = os.environ.get
-    if value("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or value("GROUP_WORLD_SIZE", "1") != "1":
+    if value("TORCHELASTIC_MAX_RESTARTS", "0") != "0" or num_machines() > 1:
         return
     with contextlib.suppress(psutil.Error, OSError):  # such as systems without /proc
         launcher = psutil.Process(os.getppid())

@@ -91,7 +91,7 @@ def test_a_summary_that_cannot_be_written_leaves_the_run_unfinished(launch: Laun
 
 
 def test_a_file_system_may_refuse_chmod_and_fsync_of_folders(launch: Launch, whole: Whole) -> None:
-    """As blobfuse and CIFS do: all is saved, and each is said once. Tried without: no checkpoint, and no model. The
+    """As blobfuse and CIFS do: all is saved. Tried without: no checkpoint, and no model. The
     fsync of a file must not fail: what it holds may be lost. Tried with that allowed: no warning."""
     refuse = (
         "import errno, os, stat\n"
@@ -105,12 +105,7 @@ def test_a_file_system_may_refuse_chmod_and_fsync_of_folders(launch: Launch, who
         "os.chmod, os.fchmod, os.fsync = chmod, chmod, fsync_of_files\n"
     )
     run = launch("ddp", *TINY, before=refuse).succeeded()
-    said = [line for line in run.stdout.splitlines() if "WARNING" in line or "is refused" in line]
-    without = "files are saved without it"
-    assert said == [
-        f"chmod is refused by this file system (Operation not permitted): {without}",
-        f"sync is refused by this file system (Invalid argument): {without}",
-    ]
+    assert "WARNING" not in run.stdout
     assert_same_run(run, whole("ddp", *ALL))
     broken = "import errno, os\ndef fsync(_):\n    raise OSError(errno.EIO, 'Input/output error')\n"
     run = launch("cpu", *TINY, "--max_steps=1", before=f"{broken}from src.checkpoint import write; write.sync = fsync")
@@ -181,9 +176,8 @@ def test_the_newest_and_the_best_are_kept_and_the_best_is_exported(judged: Run) 
     assert_equal(weights(judged), {name: saved[f"model.{name}"] for name in weights(judged)})
 
 
-def test_a_best_checkpoint_that_is_gone_is_named(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """`export_best` is asked for when the run is done, and only the newest were kept. Tried without: the best of these
-    is called the best."""
+def test_the_best_that_is_exported_is_one_that_was_kept(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """`export_best` is asked for when the run is done, and only the newest were kept."""
     steps = ("--eval_every=2", "--save_every=2", "--checkpoint.mode=max")
     folder = shutil.copytree(whole("cpu", *TINY, *steps).folder, tmp_path / "run")
     again = launch("cpu", *TINY, *steps, "--checkpoint.export_best=true", folder=folder).succeeded()
@@ -191,11 +185,8 @@ def test_a_best_checkpoint_that_is_gone_is_named(launch: Launch, whole: Whole, t
     best, (kept, last) = max(losses, key=losses.__getitem__), checkpoints(folder)
     left = max(kept, last, key=losses.__getitem__)
     assert best < kept
-    assert f"exporting the best checkpoint, {folder}/checkpoints/step_{left:08d}" in again.stdout
-    was, now = (f"eval/loss {losses[step]:.6g}" for step in (best, left))
-    assert (
-        f"WARNING: step {best} was better ({was}, not {now}), but its checkpoint is not there any more" in again.stdout
-    )
+    says = f"exporting the best of the intact checkpoints, {folder}/checkpoints/step_{left:08d}"
+    assert says in again.stdout
 
 
 def test_early_stopping_ends_all_processes_together_and_after_a_resume_too(launch: Launch, tmp_path: Path) -> None:
