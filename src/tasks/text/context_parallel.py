@@ -87,16 +87,12 @@ def across(
     # under autocast, rotary embeddings may have turned queries and keys into fp32, twice the bytes
     tensors = [query.to(value.dtype), *(t.to(value.dtype).repeat_interleave(copies, 1) for t in (key, value))]
     tensors = [F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % cp.size)) for tensor in tensors]
-    # shape (processes, batch, length of a part, heads per process, head size); values may have another head size
-    cut = [tensor.unflatten(1, (cp.size, -1)).permute(1, 0, 3, 2, 4) for tensor in tensors]
-    received = _all_to_all(torch.cat([tensor.flatten(3) for tensor in cut], -1), cp)
-    joined = torch.cat([*received], 1).split([tensor.shape[3:].numel() for tensor in cut], -1)
-    whole = (part.unflatten(-1, tensor.shape[3:]).transpose(1, 2) for part, tensor in zip(joined, cut, strict=True))
-    output, _ = attention(module, *whole, *arguments, **options)
-    parts = _all_to_all(output.unflatten(1, (cp.size, -1)).movedim(1, 0), cp)
-    return torch.cat([*parts], 2)[:, :, :heads], None
+    output, _ = attention(module, *(_trade(tensor, cp) for tensor in tensors), *arguments, **options)
+    return _trade(output, cp)[:, :, :heads], None
 
 
-def _all_to_all(parts: Tensor, cp: ContextParallel) -> Tensor:
-    """Send part i, along the first dimension, to process i of the group. Return what each process sent."""
-    return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, cp.group)
+def _trade(tensor: Tensor, cp: ContextParallel) -> Tensor:
+    """Split a tensor along its second dimension, send part i to process i of the group, and join what each process sent
+    along the third."""
+    parts = tensor.unflatten(1, (cp.size, -1)).movedim(1, 0).contiguous()
+    return torch.cat([*collectives.all_to_all_single_autograd(parts, None, None, cp.group)], 2)

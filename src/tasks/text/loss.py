@@ -112,19 +112,8 @@ varlen_attention = partial(document_attention, is_varlen=True)
 attention_by_document = partial(document_attention, is_varlen=False)
 
 
-def attention_in_halves(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
-) -> tuple[Tensor, None]:
-    """Return what `attention_by_document` does, where every two successive rows of the batch are the halves of a
-    sequence. As rows don't see each other elsewhere in a model, it computes what two processes with a half each
-    would."""
-    whole = (tensor.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3) for tensor in (query, key, value))
-    output, _ = attention_by_document(module, *whole, *arguments, **options)
-    return output.unflatten(1, (2, -1)).flatten(0, 1), None
-
-
 AttentionInterface.register("varlen", varlen_attention)  # without an AttentionMaskInterface no mask is made
-AttentionInterface.register("in_halves", attention_in_halves)
+AttentionInterface.register("by_document", attention_by_document)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -355,18 +344,20 @@ def require_decoder(config: PreTrainedConfig, packing: bool, sequence_length: in
         if sequence_length > (original := rope.get(ORIGINAL) or sequence_length):
             rope[ORIGINAL] = 4  # of the trial's documents, some are longer
             hint = f"longer ones may change how those beside them are read: try --task.sequence_length={original}"
-    if says := failure(config, "sdpa", packing, "cpu", torch.float32):
+    if says := failure(config, "sdpa", packing):
         raise UserError(f"{config.model_type} cannot be trained here: {says}{hint and f' ({hint})'}")
 
 
 def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
     """Raise a UserError if processes can't split the sequences of such models, because these mix tokens outside of
     their attention, or attend in a way that `attention_by_document` can't."""
-    if says := failure(config, "in_halves", packing, "cpu", torch.float32):
+    if says := failure(config, "by_document", packing):
         raise UserError(f"{config.model_type}: processes cannot split its sequences (cp_size): {says}")
 
 
-def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str, dtype: torch.dtype) -> str | None:
+def failure(
+    config: PreTrainedConfig, attention: str, packing: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> str | None:
     """Return why models of this kind can't be trained with this attention on the device in `dtype`; None if they can.
 
     In a row of several documents, or beside a longer row, each token's logits must be those that transformers computes
@@ -375,13 +366,13 @@ def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str
     """
     name = type(config).__name__.removesuffix("Config")
     lengths = [3, 5, 6, 2] if packing else [8, 3, 5]  # the last five are padding
-    tokens = TOKENS.view(4, 4) if attention == "in_halves" else TOKENS
+    # in rows of their halves, sequences are whole to this attention alone, as they are to two processes
+    tokens = TOKENS.view(4, 4) if attention == "by_document" else TOKENS
     positions = torch.cat([torch.arange(length) for length in (lengths if packing else [8, 8])]).view_as(tokens)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     is_half = dtype != torch.float32
-    gpus = [torch.cuda.current_device()] if device == "cuda" and torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=gpus), torch.autocast(device, dtype, enabled=is_half):
+        with torch.random.fork_rng(devices=[]), torch.autocast(device, dtype, enabled=is_half):
             lm = small_model(config).to(device).eval()
             inputs: Any = {"input_ids": tokens, "position_ids": positions, **document_lengths(ends)}
             inputs = send_to_device(inputs, device)
@@ -402,14 +393,13 @@ def small_model(config: PreTrainedConfig) -> Any:
     """Return a model of the same class with few and narrow layers, one of each kind; if the class rejects that, with
     layers of their own width."""
     own = config.get_text_config()
-    kinds = vars(own).get("layer_types")  # a property would follow from other fields
     few: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2, "attention_chunk_size": 2}
     few |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if kinds:
-        few |= {"num_hidden_layers": len(set(kinds)), "layer_types": list(dict.fromkeys(kinds))}
-    heads = getattr(own, "num_attention_heads", None)
+    if kinds := dict.fromkeys(vars(own).get("layer_types") or ()):  # a property would follow from other fields
+        few |= {"num_hidden_layers": len(kinds), "layer_types": [*kinds]}
+    heads = getattr(own, "num_attention_heads", None) or 4
     is_grouped = getattr(own, "num_key_value_heads", heads) != heads
-    head = getattr(own, "head_dim", None) or own.hidden_size // (heads or 4)  # its own size, as kernels reject some
+    head = getattr(own, "head_dim", None) or own.hidden_size // heads  # its own size, as kernels reject some
     narrow = {"hidden_size": 4 * head, "intermediate_size": 64}
     narrow |= {"num_attention_heads": 4, "num_key_value_heads": 2 if is_grouped else 4}
     with suppress(Exception):  # narrower than the class allows

@@ -51,10 +51,10 @@ from src.tasks.text.meta_loading import (
     draw_weights,
     empty_pretrained,
     fill_shards,
+    fit_of,
     saved_weights,
     start_heads,
     weight_files,
-    without_scales,
 )
 from src.tasks.text.reading import TextTask
 from src.tasks.text.settings import DecoderSettings, Lora
@@ -232,6 +232,7 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
         if found["missing_keys"]:
             raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
         untie_if_files_do(model)
+        keep_layout(model)
         if has_adapters:
             grow(model, len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)))
             with suppress(OSError):  # adapters from elsewhere have none
@@ -362,10 +363,9 @@ class FineTuning(TextTask):
     """The Hub's name for what the model does."""
     core_name: ClassVar[str] = ""
     """Name of the transformers model inside the trained module."""
-    exports_adapters: ClassVar[bool] = True
-    """Whether adapters are exported on their own."""
     has_new_head: ClassVar[bool] = False
-    """Whether the layers after the base model, and a pooler, are new if the checkpoint has none that fit."""
+    """Whether the layers after the base model, and a pooler, are new if the checkpoint has none that fit. Then adapters
+    are not exported on their own: they would not tell the head's labels."""
     _trained_rows: dict[str, list[int]] | None = None
     """Rows of new tokens to train alongside adapters, by layer."""
 
@@ -430,11 +430,11 @@ class FineTuning(TextTask):
         if self.base_dtype == "nf4":
             require_four_bits(is_sharded=True)
         with loading("model", self.model):
-            if not (files := self._plain_files()):
+            # quantized weights, only `from_pretrained` can read
+            is_plain = self._files and not quantization_of(self._config)
+            if not is_plain or not (built := empty_pretrained(self.model_from_config, self._files)):
                 return None
-            model, fit = empty_pretrained(self.model_from_config, files)
-            if fit.has_both:
-                return None
+            model, fit = built
             draw_weights(model, fit.absent)
             with suppress(OSError):  # if there is none, it follows from the config
                 if model.can_generate():
@@ -447,11 +447,6 @@ class FineTuning(TextTask):
     def _files(self) -> list[str]:
         """Return the files with the weights, if they are safetensors; the Hub is asked once."""
         return weight_files(self.model, self.revision) if self.model else []
-
-    def _plain_files(self) -> list[str]:
-        """Return the files with the weights; none if only `from_pretrained` can read them, because they are quantized
-        or not safetensors."""
-        return [] if quantization_of(self._config) else self._files
 
     def finish(self, model: Any) -> Any:
         """Return the module to train, built around transformers' model."""
@@ -491,26 +486,19 @@ class FineTuning(TextTask):
                 output_loading_info=True,
                 **options,
             )
-            if files := self._plain_files():
-                _, fit = empty_pretrained(self.model_from_config, files)
-            else:
-                absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-                fit = Fit(absent, found["unexpected_keys"], found["unexpected_keys"])
         keep_layout(model)
-        self._accept(model, fit)
+        self._accept(model, fit_of(found))
         untie_if_files_do(model)
         return model
 
     def _require_memory(self) -> None:
-        """Raise a UserError if the weights take more memory than this process, or all processes on this machine
-        together, can have: the kernel would kill them without a word."""
+        """Raise a UserError if the weights of all processes on this machine take more memory than it has: the kernel
+        would kill them without a word."""
         with loading("model", self.model):
-            needed = bytes_in_fp32(self._files)
-        memory, processes = psutil.virtual_memory(), get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
-        if needed > memory.available or needed * processes > memory.total:
-            says = f"its weights take {needed / 1e9:.1f} GB per process ({processes} on this machine)"
-            free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free"
-            raise UserError(f"task.model={self.model}: {says}, but {free}; use a smaller model, or fsdp.yaml")
+            needed = bytes_in_fp32(self._files) * get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+        if needed > (total := psutil.virtual_memory().total):
+            says = f"its weights take {needed / 1e9:.1f} GB in all processes, but this machine has {total / 1e9:.1f} GB"
+            raise UserError(f"task.model={self.model}: {says}; use a smaller model, or fsdp.yaml")
 
     def _accept(self, model: PreTrainedModel, fit: Fit) -> None:
         """Raise a UserError if the model lacks weights, or if some in the files would be ignored or read as other
@@ -520,12 +508,10 @@ class FineTuning(TextTask):
             base = f"{model.base_model_prefix}."
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
         buffers = {name for name, _ in model.named_buffers()}  # transformers computes them
-        reads_scales = bool(quantization_of(self._config))
         mistakes = {
             "are missing or have another shape": absent,
-            "are quantized, but nothing says how": without_scales(self._files, reads_scales),
             "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json": {
-                name for name in fit.unexpected - buffers if not self._is_replaced(model, name)
+                name for name in fit.unused - fit.absent - buffers if not self._is_replaced(model, name)
             },
         }
         where = f"task.model={self.model}: not a checkpoint of {type(model).__name__}: weights"
@@ -539,9 +525,8 @@ class FineTuning(TextTask):
         """Return whether a weight in the files belongs to a part that the trained model is meant not to have: the head
         that a classifier replaces, or what a multimodal checkpoint has for other inputs than text."""
         part, *_ = name.removeprefix(f"{model.base_model_prefix}.").split(".")
-        owners = [model.base_model] if self.has_new_head else [model, model.base_model]
         has_others = self.has_new_head or self._config.get_text_config() is not self._config
-        is_left_out = has_others and not any(getattr(owner, part, None) for owner in owners)
+        is_left_out = has_others and not getattr(model.base_model, part, None)
         return is_left_out or name.endswith(".masked_bias")  # a number that GPT-2 masked with
 
     def _load_weights(self, model: Any, device: torch.device) -> None:
@@ -570,7 +555,7 @@ class FineTuning(TextTask):
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
         prefix = f"{self.core_name}." if self.core_name else ""
         own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-        if not self.lora.r or self.exports_adapters:
+        if not (self.lora.r and self.has_new_head):
             save(self._core(model), self._tokenizer, own, folder)
         whole = self._place_of_whole(folder)
         if whole and self.lora.r:
@@ -580,7 +565,7 @@ class FineTuning(TextTask):
     def _place_of_whole(self, folder: Path) -> Path | None:
         """Return the folder in an export that holds the whole model, with adapters merged into its weights; None if the
         adapters are exported alone."""
-        if not self.lora.r or not self.exports_adapters:
+        if not self.lora.r or self.has_new_head:
             return folder
         return folder / "merged" if self.lora.merge else None
 
@@ -608,7 +593,7 @@ class FineTuning(TextTask):
             if accelerator.is_main_process:
                 save(own, self._tokenizer, {}, whole)
             write_gathered(weights, whole, accelerator)
-        if self.lora.r and self.exports_adapters:
+        if self.lora.r and not self.has_new_head:
             adapters = {n: p.full_tensor().cpu() for n, p in core.named_parameters() if p.requires_grad}
             if accelerator.is_main_process:
                 save(core, self._tokenizer, adapters, folder)
@@ -620,7 +605,7 @@ class FineTuning(TextTask):
             card["base_model"] = self.model
         if on_the_hub := [name for name in self.dataset_names if "://" not in name and not Path(name).exists()]:
             card["datasets"] = on_the_hub
-        if not (self.lora.r and self.exports_adapters):
+        if not self.lora.r or self.has_new_head:
             return {"": card}
         return {"": card | {"library_name": "peft"}} | ({"merged": card} if self.lora.merge else {})
 

@@ -22,10 +22,10 @@ from src.tasks.text.model import FineTuning, check_fit
 from src.tasks.text.packing import Batch
 from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
-from src.tasks.text.tokenizing import NUMBER, Labelling, fold, length_grouped, sorted_labels
+from src.tasks.text.tokenizing import Labelling, fold, length_grouped, sorted_labels
 
 SHOWN = 20
-"""Number of most frequent labels whose counts are shown at the start of a run. More than that may be no labels."""
+"""Number of most frequent labels whose counts are shown at the start of a run."""
 LONGEST_CELL = 200
 """Maximum number of characters of a text that a table shows."""
 
@@ -36,7 +36,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
     auto_class = AutoModelForSequenceClassification
     adapters_for = "SEQ_CLS"
     has_new_head = True
-    exports_adapters = False  # on their own they would not tell the labels
     pipeline_tag = "text-classification"
     _texts: Dataset = PrivateAttr()
     _written: list[str] = PrivateAttr()
@@ -72,14 +71,10 @@ class TextClassification(TextClassificationSettings, FineTuning):
         names, which the data may write in another case or as ids; or, if the data have none of these, the training
         data's. Raise a UserError if there are fewer than two, or the data have others."""
         where, remarks = f"task.label_column={self.label_column}", self.state.remarks
-        counts = Counter(train[self.label_column])
-        found, new = {*counts, *evaluation[self.label_column]}, sorted_labels(counts)
+        new = sorted_labels({*train[self.label_column]})
+        found = {*new, *evaluation[self.label_column]}
         if len(new) < 2 and not self._labels:
             raise UserError(f"{where}: all training rows have the same label, {new[0]}")
-        if len(new) > SHOWN and 2 * [*counts.values()].count(1) > len(new) and all(map(NUMBER.fullmatch, new)):
-            remarks.append(
-                f"{where}: {len(new):,} numbers, most of them once: is this a regression? Each is a class here"
-            )
         head: Any = self._own_config.id2label
         # LABEL_0 is transformers' name for a label without one
         names = self._labels or [str(head[i]) for i in sorted(head) if head[i] != f"LABEL_{i}"]
@@ -164,8 +159,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = self.load_tokenizer()
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        if tokenizer.pad_token is None:
-            raise UserError(f"task.model={self.model}: its tokenizer has neither a padding token nor an eos token")
         return tokenizer
 
     def count(self, batch: Batch) -> Counts:
@@ -205,7 +198,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def load_export(self, folder: Path) -> Any:
         # adapters have been merged into the weights
         exported = self.model_copy(update={"model": str(folder), "revision": None, "lora": Lora()})
-        labels = list((exported.load_model_config().id2label or {}).values())
+        labels = list((exported._own_config.id2label or {}).values())
         self.state.data["labels"] = exported.state.data["labels"] = labels
         # the data are read with the export's tokenizer and config, not with those of task.model
         vars(self).update(_tokenizer=exported._tokenizer, _own_config=exported._own_config)
