@@ -6,7 +6,7 @@ for documents of any length needs none. The attention functions here take the en
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
@@ -188,11 +188,11 @@ def count_flops(model: PreTrainedModel) -> tuple[int, int, int] | None:
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     per_pair = 12 * config.num_hidden_layers * heads * width
-    return _of_matrices(decoder.modules()), _of_matrices(model.get_output_embeddings().modules()), per_pair
+    return _of_matrices(decoder), _of_matrices(model.get_output_embeddings()), per_pair
 
 
-def _of_matrices(modules: Iterable[nn.Module]) -> int:
-    layers = [module for module in modules if not isinstance(module, nn.Embedding)]
+def _of_matrices(part: nn.Module) -> int:
+    layers = [module for module in part.modules() if not isinstance(module, nn.Embedding)]
     matrices = [weight for layer in layers for weight in layer.parameters(recurse=False) if weight.ndim == 2]
     return sum((6 if weight.requires_grad else 4) * num_weights(weight) for weight in matrices)
 

@@ -87,22 +87,23 @@ def add_adapters(
         model.name_or_path = os.path.abspath(source)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
+        merges = lora.merge or options["task_type"] != "CAUSAL_LM"
+        warnings.filterwarnings("error" if merges else "ignore", "Model has `tie_word_embeddings=True`")
         try:
             adapted = peft.get_peft_model(model, config, revision=revision)
         except (ValueError, TypeError, re.error) as error:
             raise UserError(f"task.lora.target_modules, exclude_modules: {cause(error)[:200]}") from error
-    named = adapted.get_base_model().named_modules()
-    adapters = {name: layer for name, layer in named if hasattr(layer, "reset_lora_parameters")}
-    tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
-    if (lora.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters.keys())):
-        says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
-        raise UserError(f"task.lora.target_modules: {says} when they are merged; leave it out, or set merge=false")
+        except UserWarning as error:
+            says = (
+                "adapters of a layer that shares its weights with another would be added to both when they are merged"
+            )
+            raise UserError(f"task.lora.target_modules: {says}; leave it out, or set merge=false") from error
     for layer in adapted.modules():
         if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
             layer.to_empty(device="cpu", recurse=False)
-    for layer in adapters.values():  # again, as peft loses the values if the model is on the meta device
-        layer.reset_lora_parameters("default", init_lora_weights=True)
+    for layer in adapted.modules():
+        if hasattr(layer, "reset_lora_parameters"):  # again, as peft loses the values on the meta device
+            layer.reset_lora_parameters("default", init_lora_weights=True)
     for name, parameter in adapted.named_parameters():
         is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
         if base_dtype in ("bf16", "nf4") and not is_kept:
@@ -178,12 +179,9 @@ def keep_layout(model: Any) -> None:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
-    """Add special tokens to the tokenizer. Raise a UserError if it has one of them already, or one is listed twice."""
-    known = tokenizer.get_vocab()
-    repeated = {token for token in tokens if token in known or tokens.count(token) > 1}
-    if repeated:
-        says = "the tokenizer has it already, or it is listed twice: leave it out"
-        raise UserError(f"task.new_tokens: {', '.join(sorted(repeated))}: {says}")
+    """Add special tokens to the tokenizer. Raise a UserError if it has one of them already."""
+    if known := listed(sorted(tokenizer.get_vocab().keys() & tokens)):
+        raise UserError(f"task.new_tokens: {known}: the tokenizer has it already; leave it out")
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
 
 
@@ -316,8 +314,7 @@ def fsdp_blocks(model: PreTrainedModel) -> list[str]:
     """Return the class names in `_no_split_modules` that FSDP can wrap: those that the model has, except for one around
     the input embeddings, which Accelerate wraps separately afterwards."""
     embeddings = model.get_input_embeddings()
-    around = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
-    usable = {type(module).__name__ for module in model.modules()} - around
+    usable = {type(module).__name__ for module in model.modules() if embeddings not in module.modules()}
     return [name for name in model._no_split_modules or [] if name in usable]
 
 
@@ -422,7 +419,7 @@ class FineTuning(TextTask):
         return config
 
     def build_model(self) -> Any:
-        if self.model and self.base_dtype != "nf4":  # these are loaded one tensor at a time
+        if self.base_dtype != "nf4":  # these are loaded one tensor at a time
             self._require_memory()
         return self.finish(self.load_model())
 

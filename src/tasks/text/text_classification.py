@@ -57,14 +57,11 @@ class TextClassification(TextClassificationSettings, FineTuning):
         """Return the labels that the model knows; none before the data are read."""
         return self.state.data.get("labels", [])
 
-    @property
-    def _labelling(self) -> Labelling:
-        known = self._own_config.get_text_config().vocab_size
-        return Labelling(self.label_column, self._written, self._tokenizer, self.sequence_length, known)
-
     def _labelled(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table of the rows as model inputs, with row numbers as `row`; on a second call, from the cache."""
-        return cached_map(rows, self._labelling, f"tokenizing {desc}").add_column("row", range(len(rows)))
+        known = self._own_config.get_text_config().vocab_size
+        labelling = Labelling(self.label_column, self._written, self._tokenizer, self.sequence_length, known)
+        return cached_map(rows, labelling, f"tokenizing {desc}").add_column("row", range(len(rows)))
 
     def _learn_labels(self, train: Dataset, evaluation: Dataset) -> None:
         """Set the labels that the model knows, in the order of their ids: those that it was trained on or that its head
@@ -80,12 +77,13 @@ class TextClassification(TextClassificationSettings, FineTuning):
         names = self._labels or [str(head[i]) for i in sorted(head) if head[i] != f"LABEL_{i}"]
         folded = {fold(label): label for label in sorted(found)}
         written = [name if name in found else folded.get(fold(name), name) for name in names]
-        if found.isdisjoint(written) and new == [*map(str, range(len(names)))]:
-            written = new
-        elif found.isdisjoint(written) and not self._labels:
-            if names:
-                remarks.append(f"{where}: the data's replace the model's, as none is the same: {listed(names)}")
-            names = written = new
+        if found.isdisjoint(written):
+            if new == [*map(str, range(len(names)))]:
+                written = new
+            elif not self._labels:
+                if names:
+                    remarks.append(f"{where}: the data's replace the model's, as none is the same: {listed(names)}")
+                names = written = new
         if unseen := listed(sorted(found - {*written})):
             says = f"{unseen} is in the data ({listed(sorted(found))}), but not among these labels: {listed(names)}"
             whose = "the training data's" if names is new else "the model's (without its id2label, it gets new ones)"
@@ -96,13 +94,13 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         train, evaluation = super().split(rows, dataset)
-        known, labels = {*train[self.label_column]}, evaluation[self.label_column]
-        # a row with a label of its own is trained on, as the model has to know it
-        alone = [row for row, label in enumerate(labels) if label not in known]
-        others = [row for row, label in enumerate(labels) if label in known]
-        if self.eval_from != "random" or not others:
+        known = {*train[self.label_column]}
+        is_known = np.array([label in known for label in evaluation[self.label_column]])
+        if self.eval_from != "random" or not is_known.any():
             return train, evaluation
-        return concatenate_datasets([train, evaluation.select(alone)]), evaluation.select(others)
+        # a row with a label of its own is trained on, as the model has to know it
+        alone, others = (evaluation.select(np.flatnonzero(rows)) for rows in (~is_known, is_known))
+        return concatenate_datasets([train, alone]), others
 
     def fingerprint(self, dataset: Dataset) -> str:
         return table_checksum(dataset, ["input_ids", "label"])
