@@ -92,14 +92,11 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
     dataset = resolve_name("torchvision.datasets:MNIST")
     hint = "delete what is there, set --task.data_dir, or use the bundled digits: --task.source=digits"
 
-    def read(is_train: bool) -> Digits:
-        says = f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "
-        # a damaged file can raise nearly anything, and every mirror that is given up on is printed
-        with as_user_error(says), contextlib.redirect_stdout(None):
-            part = dataset(data_dir, train=is_train, download=True)
-        return Digits(part.data, part.targets)
-
-    return read(True), read(False)
+    says = f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "
+    # a damaged file can raise nearly anything, and every mirror that is given up on is printed
+    with as_user_error(says), contextlib.redirect_stdout(None):
+        train, test = (dataset(data_dir, train=is_train, download=True) for is_train in (True, False))
+    return Digits(train.data, train.targets), Digits(test.data, test.targets)
 
 
 def bundled_digits() -> tuple[Digits, Digits]:

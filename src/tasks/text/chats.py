@@ -194,8 +194,8 @@ def render_chat(
     ]
     if "endgeneration" in template and all(message.get("weight") != 0 for message in chat):
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
-        _, [marked] = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)
-        return text, marked
+        marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
+        return text, marked[0]
     return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
 
 
@@ -246,7 +246,8 @@ def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     after = str(tokenizer.eos_token)
     with suppress(UserError):  # the template may want more of a chat than this one has
         text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
-        after = text.partition(ANSWER["content"])[2] if ANSWER["content"] in text else after
+        _, answer, end = text.partition(ANSWER["content"])
+        after = end if answer else after
     after = tokenizer.encode(after, add_special_tokens=False)
     added = tokenizer.added_tokens_decoder
     return [added[token].content for token in after if token in added and added[token].content.strip()]

@@ -23,9 +23,6 @@ from src.tasks.base import ContextParallel
 from src.tasks.text.loss import attention_by_document, varlen_attention
 from src.tasks.text.packing import Batch
 
-Attention = Callable[..., tuple[Tensor, None]]
-"""A function for transformers' AttentionInterface, such as `varlen_attention`."""
-
 
 def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
     """Return this process's part of a batch of whole sequences, from CausalLM.collate, and which targets are in it:
@@ -67,7 +64,7 @@ def register(attention: str, cp: ContextParallel) -> str:
 
 def across(
     cp: ContextParallel,
-    attention: Attention,
+    attention: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -75,7 +72,8 @@ def across(
     *arguments: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of this process's part of each sequence to the whole sequence. Collective.
+    """Return the attention of this process's part of each sequence to the whole sequence, as `attention`, a function
+    for transformers' AttentionInterface, computes it. Collective.
 
     `query`, `key` and `value` have the shapes that `attention` takes, except for the length, which is that of a part.
     """

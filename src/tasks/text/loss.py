@@ -339,8 +339,7 @@ def require_decoder(config: PreTrainedConfig, packing: bool, sequence_length: in
     config = copy.deepcopy(config)
     hint = "packed documents may see each other: try --task.packing=false" if packing else ""
     text: Any = config.get_text_config()
-    ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (vars(text), ropes):
+    for rope in (vars(text), getattr(text, "rope_parameters", None) or {}):
         if sequence_length > (original := rope.get(ORIGINAL) or sequence_length):
             rope[ORIGINAL] = 4  # of the trial's documents, some are longer
             hint = f"longer ones may change how those beside them are read: try --task.sequence_length={original}"
@@ -364,7 +363,6 @@ def failure(
     with masks, from its own document alone, up to that token. And there must be gradients. The CPU's random state stays
     as it was.
     """
-    name = type(config).__name__.removesuffix("Config")
     lengths = [3, 5, 6, 2] if packing else [8, 3, 5]  # the last five are padding
     # in rows of their halves, sequences are whole to this attention alone, as they are to two processes
     tokens = TOKENS.view(4, 4) if attention == "by_document" else TOKENS
@@ -382,10 +380,10 @@ def failure(
             together = model.logits(**inputs).flatten(0, 1).split(lengths)[: len(documents)]
             model.train().logits(**inputs).sum().backward()  # with what training adds, such as dropout
     except Exception as error:  # from any library on the way
-        return f"{name} fails on a few tokens: {cause(error).split('. ')[0]}"
+        return f"it fails on a few tokens: {cause(error).split('. ')[0]}"
     found, expected = torch.cat([logits[:-1] for logits in together]).float(), alone.float()
     difference = ((found - expected).norm() / expected.norm()).item()
-    says = f"{name} gives logits that differ by {100 * difference:.2g}% from those of a document alone"
+    says = f"its logits differ by {100 * difference:.2g}% from those of a document alone"
     return says if not difference < (ROUNDING if is_half else 1e-5) else None  # rounding makes it 1e-6
 
 

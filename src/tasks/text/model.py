@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator, PartialState
@@ -23,7 +22,6 @@ from tokenizers import AddedToken
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -94,9 +92,7 @@ def add_adapters(
         except (ValueError, TypeError, re.error) as error:
             raise UserError(f"task.lora.target_modules, exclude_modules: {cause(error)[:200]}") from error
         except UserWarning as error:
-            says = (
-                "adapters of a layer that shares its weights with another would be added to both when they are merged"
-            )
+            says = "adapters of a layer that shares its weights with another are added to both when they are merged"
             raise UserError(f"task.lora.target_modules: {says}; leave it out, or set merge=false") from error
     for layer in adapted.modules():
         if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
@@ -157,25 +153,40 @@ def four_bits(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def four_bit_options(config: PreTrainedConfig, compute_dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options for `from_pretrained` to load linear layers, except for the output, in 4 bits, to compute in
-    this dtype. Tensors are quantized one at a time, on the device that will hold them, unless they are in 4 bits in the
-    files: on a CPU, 8 billion weights take minutes."""
-    require_four_bits(is_sharded=False)
-    options: dict[str, Any] = {"device_map": {"": PartialState().device}}
-    stored = quantization_of(config)
-    if stored.get("load_in_4bit"):
-        stored["bnb_4bit_compute_dtype"] = compute_dtype
-        return options
-    return options | {"quantization_config": four_bits(compute_dtype)}
-
-
-def keep_layout(model: Any) -> None:
-    """Keep an evaluation from reordering the weights: on a CPU with AVX512-BF16, bitsandbytes 0.50 would do so for
-    kernels without a backward pass, and gradients would stop there from then on."""
+def read_model(
+    auto_class: Any, source: str, revision: str | None, config: PreTrainedConfig, four_bit_compute: torch.dtype | None
+) -> tuple[Any, Fit]:
+    """Return the model with the weights of its files, fp32, and how the files fit it. With `four_bit_compute`, linear
+    layers, except for the output, are in 4 bits and compute in this dtype. Tensors are quantized one at a time, on the
+    device that will hold them, unless they are in 4 bits in the files: on a CPU, 8 billion weights take minutes."""
+    options: dict[str, Any] = {}
+    if four_bit_compute:
+        require_four_bits(is_sharded=False)
+        options["device_map"] = {"": PartialState().device}
+        stored = quantization_of(config)
+        if stored.get("load_in_4bit"):
+            stored["bnb_4bit_compute_dtype"] = four_bit_compute
+        else:
+            options["quantization_config"] = four_bits(four_bit_compute)
+    model, found = auto_class.from_pretrained(
+        source,
+        revision=revision,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **options,
+    )
+    # on a CPU with AVX512-BF16, bitsandbytes 0.50 would reorder the weights in an evaluation, for kernels without a
+    # backward pass, and gradients would stop there from then on
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
+    head = model.get_output_embeddings()
+    if head and head.weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False  # whatever it said: the files have both
+    return model, fit_of(found)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
@@ -216,21 +227,17 @@ def grow(model: PreTrainedModel, num_tokens: int) -> None:
 def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
     """Return the language model that a run exported, fp32, with its adapters if it has any; `base_dtype` is that of
     frozen weights. Raise a UserError if there is none."""
-    auto: Any = AutoModelForCausalLM
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
     with as_user_error("not a language model: "):
         if has_adapters:
             peft: Any = import_module("peft")
             adapted = peft.PeftConfig.from_pretrained(source)
             source, revision = adapted.base_model_name_or_path, adapted.revision
-        config: Any = load_config(source, revision, [])
-        options = four_bit_options(config, torch.bfloat16) if base_dtype == "nf4" else {}
-        options |= {"revision": revision, "config": config, "output_loading_info": True}
-        model, found = auto.from_pretrained(source, dtype=torch.float32, trust_remote_code=False, **options)
-        if found["missing_keys"]:
-            raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
-        untie_if_files_do(model)
-        keep_layout(model)
+        config = load_config(source, revision, [])
+        compute = torch.bfloat16 if base_dtype == "nf4" else None
+        model, fit = read_model(AutoModelForCausalLM, source, revision, config, compute)
+        if fit.absent:
+            raise UserError(f"not a language model: it lacks {min(fit.absent)}")
         if has_adapters:
             grow(model, len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)))
             with suppress(OSError):  # adapters from elsewhere have none
@@ -239,13 +246,6 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
                 warnings.simplefilter("ignore", FutureWarning)  # as in add_adapters
                 model = peft.PeftModel.from_pretrained(model, folder)
     return model
-
-
-def untie_if_files_do(model: Any) -> None:
-    """Make the config say so if the output layer is none with the embedding, because the files have both."""
-    head = model.get_output_embeddings()
-    if head and head.weight is not model.get_input_embeddings().weight:
-        model.config.tie_word_embeddings = False
 
 
 def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> int:
@@ -277,8 +277,8 @@ def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     turn: a base model, which stops only at the end of a text, would continue with the user's next turn."""
     align_special_tokens(model, tokenizer)
     generation, marks = model.generation_config, ends_of_turn(tokenizer)
-    known = generation.eos_token_id  # one, or several
-    ends = [] if known is None else np.ravel(known).tolist()
+    known = generation.eos_token_id  # one, several or none
+    ends = [known] if isinstance(known, int) else known or []
     if marks and (end := tokenizer.get_vocab()[marks[0]]) not in ends:
         generation.eos_token_id = [*ends, end]
 
@@ -286,14 +286,14 @@ def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
 def drop_settings_without_effect(generation: Any) -> list[str]:
     """Unset what has no effect in a GenerationConfig, such as a temperature without sampling: transformers would not
     save it. Return the names."""
-    names: list[str] = []
     try:
         generation.validate(strict=True)
     except ValueError as error:
         names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
-    for name in names:
-        setattr(generation, name, None)
-    return names
+        for name in names:
+            setattr(generation, name, None)
+        return names
+    return []
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
@@ -354,8 +354,6 @@ class FineTuning(TextTask):
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     """transformers' class that builds the model from its config."""
-    adapters_for: ClassVar[str] = "CAUSAL_LM"
-    """peft's name for the kind of model."""
     pipeline_tag: ClassVar[str] = "text-generation"
     """The Hub's name for what the model does."""
     core_name: ClassVar[str] = ""
@@ -381,8 +379,8 @@ class FineTuning(TextTask):
         torch.backends.cuda.enable_cudnn_sdp(False)
         has_bf16 = state.dtype == torch.bfloat16 or state.is_check  # --check computes in fp32, whatever a run does
         if self.lora.base_dtype not in (None, "fp32") and not has_bf16:
-            says = "needs --mixed_precision bf16 before train.py"
-            raise UserError(f"task.lora.base_dtype={self.lora.base_dtype}: {says}")
+            setting = f"task.lora.base_dtype={self.lora.base_dtype}"
+            raise UserError(f"{setting}: needs --mixed_precision bf16 before train.py")
         return super().bind(state)
 
     @property
@@ -420,7 +418,11 @@ class FineTuning(TextTask):
 
     def build_model(self) -> Any:
         if self.base_dtype != "nf4":  # these are loaded one tensor at a time
-            self._require_memory()
+            with loading("model", self.model):
+                needed = bytes_in_fp32(self._files) * get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+            if needed > (total := psutil.virtual_memory().total):  # the kernel would kill processes without a word
+                says = f"its weights take {needed / 1e9:.1f} GB in all processes; this machine has {total / 1e9:.1f} GB"
+                raise UserError(f"task.model={self.model}: {says}: use a smaller model, or fsdp.yaml")
         return self.finish(self.load_model())
 
     def build_empty_model(self) -> tuple[Any, FillWeights] | None:
@@ -459,7 +461,8 @@ class FineTuning(TextTask):
         if not self.lora.r:
             return model
         self.state.optimizations.append(f"frozen weights in {self.base_dtype}")
-        options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
+        kind = "SEQ_CLS" if self.has_new_head else "CAUSAL_LM"
+        options = {"task_type": kind, "trainable_token_indices": self._trained_rows}
         base_dtype = None if self.state.is_check else self.base_dtype  # it computes in fp32, with 4-bit weights too
         return add_adapters(self.lora, model, self.revision, base_dtype, **options)
 
@@ -469,33 +472,16 @@ class FineTuning(TextTask):
         return self.auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
     def load_model(self) -> Any:
-        """Return the pretrained transformers model, fp32. Raise a UserError if it cannot be found, is damaged, or is
-        another kind of model."""
-        options = four_bit_options(self._config, self.state.dtype) if self.base_dtype == "nf4" else {}
+        """Return the transformers model, fp32: pretrained or, without `model`, new. Raise a UserError if it cannot be
+        found, is damaged, or is another kind of model."""
+        if not self.model:
+            with as_user_error(f"task.architecture: {self._config.model_type} rejects it: "):
+                return self.model_from_config()
+        compute = self.state.dtype if self.base_dtype == "nf4" else None
         with loading("model", self.model):
-            model, found = self.auto_class.from_pretrained(
-                self.model,
-                revision=self.revision,
-                config=self._config,
-                dtype=torch.float32,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
-            )
-        keep_layout(model)
-        self._accept(model, fit_of(found))
-        untie_if_files_do(model)
+            model, fit = read_model(self.auto_class, self.model, self.revision, self._config, compute)
+        self._accept(model, fit)
         return model
-
-    def _require_memory(self) -> None:
-        """Raise a UserError if the weights of all processes on this machine take more memory than it has: the kernel
-        would kill them without a word."""
-        with loading("model", self.model):
-            needed = bytes_in_fp32(self._files) * get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
-        if needed > (total := psutil.virtual_memory().total):
-            says = f"its weights take {needed / 1e9:.1f} GB in all processes, but this machine has {total / 1e9:.1f} GB"
-            raise UserError(f"task.model={self.model}: {says}; use a smaller model, or fsdp.yaml")
 
     def _accept(self, model: PreTrainedModel, fit: Fit) -> None:
         """Raise a UserError if the model lacks weights, or if some in the files would be ignored or read as other
@@ -539,14 +525,13 @@ class FineTuning(TextTask):
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or not one of
         the tokenizers library, which reports the positions of its tokens in the text."""
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
-        says = f"task.{setting}={source}: has no tokenizer that can be read"
-        hint = "a language model may have another one's (task.tokenizer)"
         tokenizer: Any = None
         with loading(setting, source), suppress(ValueError):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         # what transformers makes if there are no files at all has special tokens alone; T5's has a token for spaces
         if not (tokenizer and tokenizer.is_fast and len(tokenizer) > len(tokenizer.all_special_tokens) + 1):
-            raise UserError(f"{says}: {hint}")
+            hint = "a language model may have another one's (task.tokenizer)"
+            raise UserError(f"task.{setting}={source}: has no tokenizer that can be read: {hint}")
         return tokenizer
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
@@ -556,7 +541,14 @@ class FineTuning(TextTask):
             save(self._core(model), self._tokenizer, own, folder)
         whole = self._place_of_whole(folder)
         if whole and self.lora.r:
-            self._export_merged(own, whole)
+            loaded = self.load_model()
+            if self.base_dtype == "nf4":
+                loaded = loaded.dequantize(torch.bfloat16)
+            adapted = self.with_adapters(loaded)
+            trained = {name: own[name] for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+            adapted.load_state_dict(trained, strict=False)
+            merged = adapted.merge_and_unload()
+            save(merged, self._tokenizer, merged.state_dict(), whole)
         return self._cards()
 
     def _place_of_whole(self, folder: Path) -> Path | None:
@@ -565,18 +557,6 @@ class FineTuning(TextTask):
         if not self.lora.r or self.has_new_head:
             return folder
         return folder / "merged" if self.lora.merge else None
-
-    def _export_merged(self, weights: Tensors, folder: Path) -> None:
-        """Write the model with the adapters in `weights` merged into its own weights; 4-bit weights are dequantized to
-        bf16."""
-        model = self.load_model()
-        if self.base_dtype == "nf4":
-            model = model.dequantize(torch.bfloat16)
-        adapted = self.with_adapters(model)
-        trained = {name: weights[name] for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-        adapted.load_state_dict(trained, strict=False)
-        merged = adapted.merge_and_unload()
-        save(merged, self._tokenizer, merged.state_dict(), folder)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
         core = self._core(model)
@@ -610,12 +590,6 @@ class FineTuning(TextTask):
 class Decoder(DecoderSettings, FineTuning):
     """Trains a transformers decoder, from scratch or fine-tuned."""
 
-    def load_model(self) -> Any:
-        if self.model:
-            return super().load_model()
-        with as_user_error(f"task.architecture: {self._config.model_type} rejects it: "):
-            return self.model_from_config()
-
     @cached_property
     def _config(self) -> PreTrainedConfig:
         if self.model:
@@ -642,7 +616,7 @@ def new_config(
     architecture, it has no such fields, or it rejects their values."""
     fields = dict(architecture)
     kind = str(fields.pop("model_type", None))
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
         raise UserError(f"task.architecture.model_type={kind}: transformers has no such causal language model{close}")
     default = AutoConfig.for_model(kind)

@@ -34,7 +34,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
     """Classifies texts, or pairs of texts."""
 
     auto_class = AutoModelForSequenceClassification
-    adapters_for = "SEQ_CLS"
     has_new_head = True
     pipeline_tag = "text-classification"
     _texts: Dataset = PrivateAttr()

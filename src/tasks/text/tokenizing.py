@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -122,13 +121,14 @@ class Chunker:
         prefix, suffix = ([], []) if {"messages", "row"} & self.columns.keys() else _special_tokens(self.tokenizer)
         begin, end = ("".join(self.tokenizer.convert_ids_to_tokens(special)) for special in (prefix, suffix))
         has_spans = any(spans is not None for _, spans in rows)
+        added = [*self.tokenizer.added_tokens_decoder] if has_spans else []  # takes milliseconds
         encoded = _encode([text for text, _ in rows], self.tokenizer, has_spans)
         chunks: list[Chunk] = []
         for number, ((text, spans), (ids, *offsets)) in enumerate(zip(rows, encoded, strict=True)):
             # text that a chat template wrote has its own ends, and the model would learn to write them twice
             before = [] if text.lstrip().startswith(begin) else prefix
             after = [] if text.rstrip().endswith(end) else suffix
-            within = np.ones(len(ids), bool) if spans is None else _within(spans, ids, self.tokenizer, *offsets)
+            within = np.ones(len(ids), bool) if spans is None else _within(spans, ids, added, *offsets)
             ids = np.concatenate([before, ids, after], dtype=np.int32, casting="unsafe")
             require_known(ids, self.tokenizer, self.num_known)
             within = np.pad(within, (len(before), len(after)), constant_values=(spans is None, True))
@@ -172,22 +172,15 @@ class Chunker:
             }
 
 
-def _within(
-    spans: Spans, ids: np.ndarray, tokenizer: PreTrainedTokenizerFast, starts: np.ndarray, ends: np.ndarray
-) -> np.ndarray:
+def _within(spans: Spans, ids: np.ndarray, added: list[int], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return which tokens are within these spans of their text, shape (tokens,), given the characters where they start
-    and end."""
+    and end, and the ids of added tokens."""
     # an added token may have taken in the white space after it: where it starts decides
-    ends = np.where(np.isin(ids, _added_ids(tokenizer)), starts + 1, ends)
+    ends = np.where(np.isin(ids, added), starts + 1, ends)
     # some tokenizers report whitespace tokens as empty: each then spans what is between its neighbours
     starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
     found = [(ends > first) & (starts < last) & (ends > starts) for first, last in spans]
     return np.logical_or.reduce([np.zeros(len(ids), bool), *found])
-
-
-@lru_cache(maxsize=2)  # it takes milliseconds
-def _added_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    return [*tokenizer.added_tokens_decoder]
 
 
 def split_text(rows: Dataset, column: str, fraction: float) -> tuple[Dataset, Dataset]:
