@@ -1,6 +1,6 @@
 """The MNIST task: the CNN of pytorch/examples, images as one tensor, and what happens to wrong files."""
 
-import shutil
+import re
 import struct
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_the_bundled_digits_are_scikit_learns_and_look_like_mnists() -> None:
 
 
 def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:
-    """Truncated, empty, text or swapped, and labels that do not belong to the images."""
+    """Truncated, text or swapped."""
     folder = tmp_path / "MNIST/raw"
     write_mnist(folder)
     train, evaluation = mnist(str(tmp_path))
@@ -66,37 +66,20 @@ def test_wrong_files_are_one_line_with_what_to_do(tmp_path: Path) -> None:
     assert train.labels.tolist() == [0, 1, 2, 3, 4]
     contents = [(folder / name).read_bytes() for name in IDX_FILES]
     for number, name in enumerate(IDX_FILES):
-        for damaged in (contents[number][:-1], b"<html>", contents[number ^ 1], b"\0\0\x08\x01\0\0\0\x02\1\2"):
+        for damaged in (contents[number][:-1], b"<html>", contents[number ^ 1]):
             (folder / name).write_bytes(damaged)
             with pytest.raises(UserError, match=f"^MNIST could be neither read from {folder} .*--task.data_dir"):
                 mnist(str(tmp_path))
         (folder / name).write_bytes(contents[number])
 
 
-def test_a_failed_download_says_what_is_there_what_is_missing_and_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without any file, without one, and with Kaggle's names. Tried without the names: only that a server is away."""
+def test_a_failed_download_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without: only that a server is away."""
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
-    folder = tmp_path / "MNIST/raw"
-    first, *others = sorted(IDX_FILES)
-    kaggles = [name.replace("-idx", ".idx") for name in (first, *others)]
-    says = f"MNIST could be neither read from {folder} nor downloaded (missing: {{}}; there: {{}}; delete what is there"
-
-    def refused() -> str:
-        with pytest.raises(UserError) as error:
-            mnist(str(tmp_path))
-        assert "--task.data_dir, or use the bundled digits: --task.source=digits): " in str(error.value)
-        return str(error.value)
-
-    assert refused().startswith(says.format(", ".join([first, *others]), "none"))
-    shutil.rmtree(folder, ignore_errors=True)
-    write_mnist(folder)
-    (folder / first).unlink()
-    assert refused().startswith(says.format(first, ", ".join(others)))
-    for name, kaggles_name in zip(others, kaggles[1:], strict=True):
-        (folder / name).rename(folder / kaggles_name)
-    assert refused().startswith(says.format(", ".join([first, *others]), ", ".join(kaggles[1:])))
+    says = f"MNIST could be neither read from {tmp_path / 'MNIST/raw'} nor downloaded (delete what is there, set "
+    hint = "--task.data_dir, or use the bundled digits: --task.source=digits): "
+    with pytest.raises(UserError, match=f"^{re.escape(says + hint)}"):
+        mnist(str(tmp_path))
 
 
 @pytest.mark.parametrize(("p", "dtype"), [(0.25, torch.float32), (0.3, torch.bfloat16)])  # multiples of 1/256, and not

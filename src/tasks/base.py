@@ -69,7 +69,7 @@ ALONE = ContextParallel()
 
 @dataclass
 class TaskState:
-    """Holds what a run finds out for its task. Each run's task has a state of its own: see `Task.begin`."""
+    """Holds what a run finds out for its task. Each run's task has a state of its own: see `Task.bind`."""
 
     device: str = "cpu"
     """Type of the device that the run trains on, such as cuda."""

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 from dataclasses import dataclass, replace
 from importlib.metadata import distribution
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from src.config.errors import as_user_error, listed
+from src.config.errors import as_user_error
 from src.tasks import load_metric
 from src.tasks.base import Counts, Metrics, Tables, Task, Tensors
 from src.tasks.mnist_settings import MnistSettings
@@ -92,20 +91,12 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
     # imported here: the bundled digits need no torchvision, and one that doesn't match torch cannot be imported
     dataset = resolve_name("torchvision.datasets:MNIST")
     hint = "delete what is there, set --task.data_dir, or use the bundled digits: --task.source=digits"
-    there = {file.name for file in Path(data_dir, "MNIST/raw").glob("*")}
-    if missing := {Path(url).stem for url, _ in dataset.resources} - there:  # Kaggle's have a dot for the first dash
-        hint = f"missing: {listed(sorted(missing))}; there: {listed(sorted(there)) or 'none'}; {hint}"
 
-    def read(is_train: bool) -> Digits:
-        # a damaged file can raise nearly anything
-        with as_user_error(f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "):
-            with contextlib.redirect_stdout(None):  # it prints every mirror that it gives up on
-                part = dataset(data_dir, train=is_train, download=True)
-            if part.data.shape != (len(part.targets), 28, 28):
-                raise ValueError("there must be as many labels as images of 28 x 28 pixels")
-        return Digits(part.data, part.targets)
-
-    return read(True), read(False)
+    says = f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "
+    # a damaged file can raise nearly anything, and every mirror that is given up on is printed
+    with as_user_error(says), contextlib.redirect_stdout(None):
+        train, test = (dataset(data_dir, train=is_train, download=True) for is_train in (True, False))
+    return Digits(train.data, train.targets), Digits(test.data, test.targets)
 
 
 def bundled_digits() -> tuple[Digits, Digits]:

@@ -180,7 +180,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     # It can be built, but does not run.
     (
         (*NEW, "architecture.model_type=olmoe", "architecture.num_experts=4", "architecture.num_experts_per_tok=8"),
-        "olmoe cannot be trained here: Olmoe fails on a few tokens: *",
+        "olmoe cannot be trained here: it fails on a few tokens: *",
     ),
     # Tried without: it is dropped, silently.
     (
@@ -197,7 +197,7 @@ SETTINGS: list[tuple[tuple[str, ...], str]] = [
     ((*NEW, "lora.r=2"), "task.lora adapts an existing model: set task.model, not task.architecture"),
     (
         (*LLAMA, "new_tokens=['<|endoftext|>', <a>]"),
-        "task.new_tokens: <|endoftext|>: the tokenizer has it already, or it is listed twice: leave it out",
+        "task.new_tokens: <|endoftext|>: the tokenizer has it already; leave it out",
     ),
 ]  # fmt: skip
 NOT_ITS = (
@@ -319,8 +319,8 @@ def test_code_that_comes_with_a_model_is_never_run() -> None:
 def test_adapters_of_a_layer_that_is_tied_are_not_merged(models: Path) -> None:
     """They would be added to both. Tried without: logits 0.3 off those of the adapters."""
     arguments = (*LORA, f"model={models}/tied", "lora.target_modules=[lm_head]", write({}))
-    says = "shares its weights with another layer, to which its adapters would be added too when they are merged"
-    expected = f"task.lora.target_modules: lm_head {says}; leave it out, or set merge=false"
+    says = "adapters of a layer that shares its weights with another are added to both when they are merged"
+    expected = f"task.lora.target_modules: {says}; leave it out, or set merge=false"
     assert refused(*arguments, "lora.merge=true") == expected
     built(*arguments)
     built(*LORA, "lora.target_modules=[lm_head]", "lora.merge=true", write({}))  # of its own weights

@@ -22,9 +22,9 @@ from src.checkpoint.compatibility import require_same_data
 from src.config.config import changed_settings, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, with_date
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools
 from src.tasks.text.model import save
-from src.tasks.text.packing import pack, unpacked
+from src.tasks.text.packing import pack
 from src.tasks.text.reading import as_text
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
@@ -277,8 +277,7 @@ ANSWERED: dict[str, Any] = {"role": "assistant", "content": "0"}
             [ASKED, ANSWERED | {"content": "<think>I add.</think>0"}],
             "I add.",
         ),
-        # Earlier thoughts that no last turn has either, and what is beside a thought.
-        (PLAIN, [ASKED, ANSWERED | {"thinking": "I add."}, ASKED, ANSWERED], "I add."),
+        # What is beside a thought.
         (
             ROLES + "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endfor %}",
             [ASKED, ANSWERED | {"content": "Sure. <think>I add.</think>0"}, ASKED, ANSWERED],
@@ -435,7 +434,7 @@ def test_a_base_model_is_exported_to_end_a_turn(models: Path, tmp_path: Path, eo
 def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
     texts = ["x" * int(n) for n in np.random.default_rng(0).integers(1, 40, 300)]
     table = chunks(TEXT, length=64, t=texts)
-    together, apart = pack(table, 64), unpacked(table)
+    together, apart = pack(table, 64, 300), pack(table, None, 300)
     assert sorted(together.rows.tolist()) == list(range(300)) == apart.rows.tolist()
     sequences = together.__getitems__([*range(len(together))])
     sizes = [sum(len(chunk["input_ids"]) for chunk in sequence) for sequence in sequences]
@@ -595,14 +594,6 @@ def test_what_is_read_and_what_contributes(row: Any, settings: dict[str, Any], e
     assert shown(row, packing=False, **settings).split("────\n")[1] == expected
 
 
-def test_what_looks_like_a_token_but_is_several_is_shown_as_several() -> None:
-    """Tried without: as if the model knew it."""
-    marks = {"chat_template": "chatml", "new_tokens": ["<|im_end|>"]}
-    text = shown({"messages": CHAT[1:3]}, packing=False, **marks).split("────\n")[1]
-    start = "·".join("<|im_start|>")
-    assert text == f"{start}user\nHi<|im_end|>\n{start}assistant\n⟦Yo<|im_end|>\n⟧"
-
-
 def test_mistakes_show_the_texts_as_they_were_written_in_the_order_of_the_evaluation_set(models: Path) -> None:
     """Tried without the order by length: the texts are another example's. Tried without the cut."""
     rows = ["A\tlong  text, CAFÉ\tits second\tyes\n", f"B\t{'x' * 300}\tb\tno\n", "C\tShort\tc\tyes\n"]
@@ -678,11 +669,6 @@ def test_a_date_in_a_chat_template_is_that_of_the_runs_start(launch: Launch, tmp
     assert written.state.data == {"date": "2026-02-03 04:05:06"}
     assert "03 Feb 2026, 04:05:06.000000" in written.preview(parts[1], 0)
     assert written._tokenizer.chat_template == dated
-    for template in ({"default": dated}, "{% set form = '%Y' %}{{ strftime_now(form) }}"):
-        tokenizer = byte_tokenizer()
-        tokenizer.chat_template = template
-        with pytest.raises(UserError, match="^the chat template writes a date that a resumed run could not know: set "):
-            with_date(tokenizer, "1999-02-03 04:05:06")
     later = tiny.task(dataset="chats.jsonl", sequence_length=128, chat_template="dated.jinja")
     later.state.date = "2026-02-03 04:05:07"  # other rows, though these are cached
     assert "04:05:07.000000" in later.preview(later.build_datasets()[0], 0)

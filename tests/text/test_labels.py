@@ -100,17 +100,6 @@ def test_labels_of_the_same_value_have_one_order() -> None:
     assert sorted_labels({*names}) == names
 
 
-def test_numbers_that_are_hardly_ever_the_same_may_be_a_regression() -> None:
-    says = f"{COLUMN} 30 numbers, most of them once: is this a regression? Each is a class here"
-    many: list[list[Any]] = [[i / 7 for i in range(30)], [str(i / 7) for i in range(30)]]
-    few: list[list[Any]] = [[i / 7 for i in range(20)], [f"name {i}" for i in range(30)], [i // 2 for i in range(60)]]
-    for labels in many + few:
-        tiny.write({"rows.jsonl": [{"text": "a", "label": label} for label in labels]})
-        task = tiny.task(TextClassification, model="bert", dataset="rows.jsonl", eval_from="all")
-        task.build_datasets()
-        assert task.state.remarks == [says] * (labels in many)
-
-
 def rows_of(path: Path, number: int) -> Path:
     """A tenth of them with a label of their own."""
     labels = [f"rare {i}" if i % 10 == 0 else "usual" for i in range(number)]

@@ -124,11 +124,11 @@ SPLITTABLE: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"n_embd": 32, "n_head": 4}), ("qwen3_moe", FEW), ("mixtral", FEW), ("deepseek_v3", FEW | LATENT),
 ]  # fmt: skip
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("mamba", {}, "Mamba gives logits that differ by "),
-    ("qwen3_next", FEW | GATED, "Qwen3Next "),
-    ("bloom", {"n_head": 4}, "Bloom gives logits that differ by "),
-    ("gpt_oss", FEW, "GptOss fails on a few tokens: per-document attention does not support s_aux"),
-    ("gemma2", {}, "Gemma2 fails on a few tokens: per-document attention does not support softcap"),
+    ("mamba", {}, "its logits differ by "),
+    ("qwen3_next", FEW | GATED, "it"),
+    ("bloom", {"n_head": 4}, "its logits differ by "),
+    ("gpt_oss", FEW, "it fails on a few tokens: per-document attention does not support s_aux"),
+    ("gemma2", {}, "it fails on a few tokens: per-document attention does not support softcap"),
 ]
 
 

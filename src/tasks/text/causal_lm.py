@@ -1,8 +1,6 @@
 """Next-token prediction with any transformers decoder, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
 import math
-import re
-from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from operator import mul
@@ -21,14 +19,12 @@ from src.tasks.base import Counts, Tables, Tensors
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
 from src.tasks.text.context_parallel import register, shard_batch
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
-from src.tasks.text.model import Decoder, add_rows, add_tokens, keep_layout, load_exported
-from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack, unpacked
+from src.tasks.text.model import Decoder, add_rows, add_tokens, load_exported
+from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack
 from src.tasks.text.reading import ROW, Encoder, Encoders, Source, as_text
 from src.tasks.text.settings import CausalLMSettings
 from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
 
-MARK = re.compile(r"<\|[^|\n]*\|>")
-"""What looks like a special token."""
 ROW_NAMES = {"row": "chat", "completion": "prompt", "text": "text"}
 """What a row of the data is, by the first of the columns that are read."""
 SUMS = ("nats", "targets", "correct")
@@ -87,13 +83,12 @@ class CausalLM(CausalLMSettings, Decoder):
         tokenizer = super()._tokenizer
         if self.new_tokens:
             add_tokens(tokenizer, self.new_tokens)
-        if self.chat_template == "chatml":
-            tokenizer.chat_template = CHATML
-        elif self.chat_template:
-            with as_user_error("task.chat_template: cannot be read: ", (OSError, UnicodeDecodeError)):
-                tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         if not self.chat_template:
             return tokenizer
+        tokenizer.chat_template = CHATML
+        if self.chat_template != "chatml":
+            with as_user_error("task.chat_template: cannot be read: ", (OSError, UnicodeDecodeError)):
+                tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         marks = ends_of_turn(tokenizer)
         if not marks:
             says = f"task.chat_template={self.chat_template} ends a turn without a special token of the tokenizer's"
@@ -159,8 +154,7 @@ class CausalLM(CausalLMSettings, Decoder):
         if not any(chunks["targets"][:]):
             says = f"no row has a completion, or an assistant's turn, within sequence_length={length}"
             raise UserError(f"task.dataset={self.dataset}: the {part} has nothing to predict: {says}")
-        sequences = pack(chunks, length) if self.packing else unpacked(chunks)
-        return replace(sequences, num_rows=num_rows)
+        return pack(chunks, length if self.packing else None, num_rows)
 
     def fingerprint(self, dataset: Sequences) -> str:
         return dataset.fingerprint()
@@ -205,7 +199,6 @@ class CausalLM(CausalLMSettings, Decoder):
             pairs = zip([*chunk["input_ids"], chunk["labels"][-1]], [-100, *chunk["labels"]], strict=True)
             for contributes, run in groupby(pairs, lambda pair: pair[1] != -100):
                 words = str(self._tokenizer.decode([token for token, _ in run if token != -100]))
-                words = MARK.sub(lambda mark: "·".join(self._tokenizer.tokenize(mark[0])), words)
                 text += f"⟦{words}⟧" if contributes else words
         return text
 
@@ -243,9 +236,7 @@ class CausalLM(CausalLMSettings, Decoder):
         return {"hardest": [{"loss": losses[i], "text": self.preview(dataset, i)[:LONGEST_SAMPLE]} for i in hardest]}
 
     def load_export(self, folder: Path) -> LanguageModel:
-        lm = load_exported(folder, self.base_dtype)
-        keep_layout(lm)
-        return LanguageModel(lm)
+        return LanguageModel(load_exported(folder, self.base_dtype))
 
 
 def by_sequence(batch: Batch, values: Tensor) -> Tensor:

@@ -118,9 +118,8 @@ class ChatEncoder:
 def role_names(template: str) -> dict[str, str]:
     """Return the roles that messages may have, in lower case, and how the chat template writes each."""
     named = {first or second for first, second in re.findall(r"'([^']+)'|\"([^\"]+)\"", template)}
-    return {role: role for role in USUAL_ROLES} | {
-        name.lower(): name.lower() if name.lower() in named else name for name in sorted(named)
-    }
+    # lower case comes last, and wins
+    return {role: role for role in USUAL_ROLES} | {name.lower(): name for name in sorted(named)}
 
 
 def as_tools(value: Any) -> str | None:
@@ -187,9 +186,6 @@ def render_chat(
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     _require_written(chat, tools, text)
-    for i, message in enumerate(chat[:-1]):
-        if message.get("reasoning_content") or TAG.search(message["content"]):
-            _require_written(chat[: i + 1], tools, render(chat[: i + 1]))  # as long as the user has not spoken again
     if train_on_prompts:
         return text, None
     template = tokenizer.get_chat_template(tools=tools)
@@ -199,8 +195,6 @@ def render_chat(
     if "endgeneration" in template and all(message.get("weight") != 0 for message in chat):
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
-        if learnt and not any(start < end for start, end in marked[0]):
-            raise UserError(f"the tokenizer's chat template has {{% generation %}} marks around nothing: {OTHER}")
         return text, marked[0]
     return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
 
@@ -243,11 +237,6 @@ def with_date(tokenizer: PreTrainedTokenizerFast, date: str) -> PreTrainedTokeni
     dated, now = copy.copy(tokenizer), datetime.fromisoformat(date)
     if isinstance(dated.chat_template, str):
         dated.chat_template = DATE.sub(lambda call: repr(now.strftime(call[2])), dated.chat_template)
-    if "strftime_now" in str(dated.chat_template):
-        hint = (
-            "set task.chat_template to a file with one template, and write formats in place: strftime_now('%Y-%m-%d')"
-        )
-        raise UserError(f"the chat template writes a date that a resumed run could not know: {hint}")
     return dated
 
 
@@ -257,7 +246,8 @@ def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     after = str(tokenizer.eos_token)
     with suppress(UserError):  # the template may want more of a chat than this one has
         text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
-        after = text.partition(ANSWER["content"])[2] if ANSWER["content"] in text else after
+        _, answer, end = text.partition(ANSWER["content"])
+        after = end if answer else after
     after = tokenizer.encode(after, add_special_tokens=False)
     added = tokenizer.added_tokens_decoder
     return [added[token].content for token in after if token in added and added[token].content.strip()]
@@ -285,17 +275,18 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
     """Return the part of the text that is the assistant's message `i`, from the generation prompt up to and including
     the mark that ends the turn.
 
-    Once a chat continues, some templates (Qwen3, DeepSeek-R1) leave out a turn's thoughts, or the empty place for them:
-    the rest of the turn counts. Some (Phi-4-mini) write `eos`, the end of a text, only where it ends.
+    Three renderings are compared: `given`, what the model is given before it answers; `turn`, what it must then write;
+    and `rest`, which the whole chat has in its place. Once a chat continues, some templates (Qwen3, DeepSeek-R1) leave
+    out a turn's thoughts, or the empty place for them: the rest of the turn counts. Some (Phi-4-mini) write `eos`, the
+    end of a text, only where it ends.
     """
     # templates reject an empty chat; its beginning is what doesn't change with the answer
-    before = render(chat[:i], prompts_answer=True) if i else render([ANSWER | {"role": chat[0]["role"]}, *chat[1:]])
-    start = len(commonprefix([before, text]))  # noqa: RUF071  # by character, not by part of a path
-    is_found = not i or start == len(before) or text.startswith(render(chat[:i]).removesuffix(eos))
-    turn = render(chat[: i + 1])[start:]
-    if i + 1 < len(chat) and not text.startswith(turn, start):
+    given = render(chat[:i], prompts_answer=True) if i else render([ANSWER | {"role": chat[0]["role"]}, *chat[1:]])
+    start = len(commonprefix([given, text]))  # noqa: RUF071  # by character, not by part of a path
+    is_found = not i or start == len(given) or text.startswith(render(chat[:i]).removesuffix(eos))
+    turn, rest = render(chat[: i + 1])[start:], text[start:]
+    if not rest.startswith(turn):
         turn = turn.removesuffix(eos)
-    rest = text[start:]
     sizes = range(min(len(turn), len(rest)), 0, -1)  # the turn's beginning may be left out
     size = next((size for size in sizes if turn.endswith(rest[:size])), 0)
     if not size or not is_found:

@@ -6,7 +6,7 @@ for documents of any length needs none. The attention functions here take the en
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
@@ -112,19 +112,8 @@ varlen_attention = partial(document_attention, is_varlen=True)
 attention_by_document = partial(document_attention, is_varlen=False)
 
 
-def attention_in_halves(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
-) -> tuple[Tensor, None]:
-    """Return what `attention_by_document` does, where every two successive rows of the batch are the halves of a
-    sequence. As rows don't see each other elsewhere in a model, it computes what two processes with a half each
-    would."""
-    whole = (tensor.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3) for tensor in (query, key, value))
-    output, _ = attention_by_document(module, *whole, *arguments, **options)
-    return output.unflatten(1, (2, -1)).flatten(0, 1), None
-
-
 AttentionInterface.register("varlen", varlen_attention)  # without an AttentionMaskInterface no mask is made
-AttentionInterface.register("in_halves", attention_in_halves)
+AttentionInterface.register("by_document", attention_by_document)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -199,11 +188,11 @@ def count_flops(model: PreTrainedModel) -> tuple[int, int, int] | None:
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     per_pair = 12 * config.num_hidden_layers * heads * width
-    return _of_matrices(decoder.modules()), _of_matrices(model.get_output_embeddings().modules()), per_pair
+    return _of_matrices(decoder), _of_matrices(model.get_output_embeddings()), per_pair
 
 
-def _of_matrices(modules: Iterable[nn.Module]) -> int:
-    layers = [module for module in modules if not isinstance(module, nn.Embedding)]
+def _of_matrices(part: nn.Module) -> int:
+    layers = [module for module in part.modules() if not isinstance(module, nn.Embedding)]
     matrices = [weight for layer in layers for weight in layer.parameters(recurse=False) if weight.ndim == 2]
     return sum((6 if weight.requires_grad else 4) * num_weights(weight) for weight in matrices)
 
@@ -350,38 +339,38 @@ def require_decoder(config: PreTrainedConfig, packing: bool, sequence_length: in
     config = copy.deepcopy(config)
     hint = "packed documents may see each other: try --task.packing=false" if packing else ""
     text: Any = config.get_text_config()
-    ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (vars(text), ropes):
+    for rope in (vars(text), getattr(text, "rope_parameters", None) or {}):
         if sequence_length > (original := rope.get(ORIGINAL) or sequence_length):
             rope[ORIGINAL] = 4  # of the trial's documents, some are longer
             hint = f"longer ones may change how those beside them are read: try --task.sequence_length={original}"
-    if says := failure(config, "sdpa", packing, "cpu", torch.float32):
+    if says := failure(config, "sdpa", packing):
         raise UserError(f"{config.model_type} cannot be trained here: {says}{hint and f' ({hint})'}")
 
 
 def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
     """Raise a UserError if processes can't split the sequences of such models, because these mix tokens outside of
     their attention, or attend in a way that `attention_by_document` can't."""
-    if says := failure(config, "in_halves", packing, "cpu", torch.float32):
+    if says := failure(config, "by_document", packing):
         raise UserError(f"{config.model_type}: processes cannot split its sequences (cp_size): {says}")
 
 
-def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str, dtype: torch.dtype) -> str | None:
+def failure(
+    config: PreTrainedConfig, attention: str, packing: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> str | None:
     """Return why models of this kind can't be trained with this attention on the device in `dtype`; None if they can.
 
     In a row of several documents, or beside a longer row, each token's logits must be those that transformers computes
     with masks, from its own document alone, up to that token. And there must be gradients. The CPU's random state stays
     as it was.
     """
-    name = type(config).__name__.removesuffix("Config")
     lengths = [3, 5, 6, 2] if packing else [8, 3, 5]  # the last five are padding
-    tokens = TOKENS.view(4, 4) if attention == "in_halves" else TOKENS
+    # in rows of their halves, sequences are whole to this attention alone, as they are to two processes
+    tokens = TOKENS.view(4, 4) if attention == "by_document" else TOKENS
     positions = torch.cat([torch.arange(length) for length in (lengths if packing else [8, 8])]).view_as(tokens)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     is_half = dtype != torch.float32
-    gpus = [torch.cuda.current_device()] if device == "cuda" and torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=gpus), torch.autocast(device, dtype, enabled=is_half):
+        with torch.random.fork_rng(devices=[]), torch.autocast(device, dtype, enabled=is_half):
             lm = small_model(config).to(device).eval()
             inputs: Any = {"input_ids": tokens, "position_ids": positions, **document_lengths(ends)}
             inputs = send_to_device(inputs, device)
@@ -391,10 +380,10 @@ def failure(config: PreTrainedConfig, attention: str, packing: bool, device: str
             together = model.logits(**inputs).flatten(0, 1).split(lengths)[: len(documents)]
             model.train().logits(**inputs).sum().backward()  # with what training adds, such as dropout
     except Exception as error:  # from any library on the way
-        return f"{name} fails on a few tokens: {cause(error).split('. ')[0]}"
+        return f"it fails on a few tokens: {cause(error).split('. ')[0]}"
     found, expected = torch.cat([logits[:-1] for logits in together]).float(), alone.float()
     difference = ((found - expected).norm() / expected.norm()).item()
-    says = f"{name} gives logits that differ by {100 * difference:.2g}% from those of a document alone"
+    says = f"its logits differ by {100 * difference:.2g}% from those of a document alone"
     return says if not difference < (ROUNDING if is_half else 1e-5) else None  # rounding makes it 1e-6
 
 
@@ -402,14 +391,13 @@ def small_model(config: PreTrainedConfig) -> Any:
     """Return a model of the same class with few and narrow layers, one of each kind; if the class rejects that, with
     layers of their own width."""
     own = config.get_text_config()
-    kinds = vars(own).get("layer_types")  # a property would follow from other fields
     few: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2, "attention_chunk_size": 2}
     few |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if kinds:
-        few |= {"num_hidden_layers": len(set(kinds)), "layer_types": list(dict.fromkeys(kinds))}
-    heads = getattr(own, "num_attention_heads", None)
+    if kinds := dict.fromkeys(vars(own).get("layer_types") or ()):  # a property would follow from other fields
+        few |= {"num_hidden_layers": len(kinds), "layer_types": [*kinds]}
+    heads = getattr(own, "num_attention_heads", None) or 4
     is_grouped = getattr(own, "num_key_value_heads", heads) != heads
-    head = getattr(own, "head_dim", None) or own.hidden_size // (heads or 4)  # its own size, as kernels reject some
+    head = getattr(own, "head_dim", None) or own.hidden_size // heads  # its own size, as kernels reject some
     narrow = {"hidden_size": 4 * head, "intermediate_size": 64}
     narrow |= {"num_attention_heads": 4, "num_key_value_heads": 2 if is_grouped else 4}
     with suppress(Exception):  # narrower than the class allows

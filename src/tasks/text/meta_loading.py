@@ -8,6 +8,7 @@ process, all alike.
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,39 +38,33 @@ class Fit(NamedTuple):
     absent: set[str]
     """The model's weights that the files lack or have in another shape."""
     unused: set[str]
-    """The files' weights that the model has no place for."""
-    unexpected: set[str]
-    """Those of the unused ones that transformers does not know to ignore by their names."""
-    has_both: bool = False
-    """Whether the files have two weights that the config ties: `from_pretrained` compares their values."""
+    """The files' weights that the model has no place for, except for those that transformers ignores by their names."""
 
 
-def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, Fit]:
+def fit_of(found: dict[str, Any]) -> Fit:
+    """Return how the files fit, from what `from_pretrained` returns with `output_loading_info`."""
+    misshapen = {name for name, *_ in found["mismatched_keys"]}
+    return Fit(found["missing_keys"] | misshapen, found["unexpected_keys"] | misshapen)
+
+
+def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> tuple[PreTrainedModel, Fit] | None:
     """Return the model that `build` makes, with parameters on the meta device and buffers with their values; and how
-    the files fit it. Of the files, only the headers are read."""
+    the files fit it. Of the files, only the headers are read. None if the files have two weights that the config ties:
+    `from_pretrained` compares their values."""
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model = build()
     model.tie_weights()
-    slices = _slices(files)
-    shapes = {name: torch.empty(part.get_shape(), device="meta") for name, part in slices.items()}
+    shapes = {name: torch.empty(part.get_shape(), device="meta") for name, part in _slices(files).items()}
     found = _convert(model, shapes, torch.device("meta"))
-    unused = found.unexpected_keys | {name for name, *_ in found.mismatched_keys}
     model.mark_tied_weights_as_initialized(found)
     model._adjust_missing_and_unexpected_keys(found)
-    absent = {*found.missing_keys, *(name for name, *_ in found.mismatched_keys)}
-    has_both = False
+    fit = fit_of(found.to_dict())
     for target, source in model.all_tied_weights_keys.items():
-        has_both |= not absent & {target, source}
-        absent -= {target} if source not in absent else set()
-    return model, Fit(absent, unused, found.unexpected_keys, has_both)
-
-
-def without_scales(files: list[str], reads_scales: bool) -> set[str]:
-    """Return the names of weights in 8 bits whose scale the files lack or, without `reads_scales`, nobody reads."""
-    slices = _slices(files)
-    small = {name for name, part in slices.items() if part.dtype.startswith(("F8", "I8"))}
-    scaled = {name.rpartition(".")[0] for name in slices if reads_scales and "scale" in name}
-    return {name for name in small if name.rpartition(".")[0] not in scaled}
+        if not fit.absent & {target, source}:
+            return None
+        if source not in fit.absent:
+            fit.absent.remove(target)
+    return model, fit
 
 
 def draw_weights(model: PreTrainedModel, names: set[str]) -> None:
@@ -141,8 +136,6 @@ class _Slice:
     file: str
     name: str
     shape: list[int]
-    dtype: str
-    """As safetensors calls it."""
 
     def get_shape(self) -> list[int]:
         return self.shape
@@ -157,8 +150,7 @@ def _slices(files: list[str]) -> dict[str, Any]:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # it is not a dict
-                part = opened.get_slice(name)
-                slices[name] = _Slice(file, name, part.get_shape(), part.get_dtype())
+                slices[name] = _Slice(file, name, opened.get_slice(name).get_shape())
     return slices
 
 
@@ -195,10 +187,7 @@ def saved_weights(model: PreTrainedModel) -> Tensors | None:
     weights = _own_weights(model, TRAINED_HEAD)
     stand_ins = {name: torch.empty(0) for name in weights if name not in model.all_tied_weights_keys}
     names = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    try:
+    with suppress(Exception):  # stand-ins have no experts to split, and joined ones have no name
         saved = revert_weight_conversion(model, stand_ins)
-    except Exception:  # stand-ins have no experts to split
-        return None
-    if {id(stand_in) for stand_in in saved.values()} != names.keys():
-        return None
-    return {name: weights[names[id(stand_in)]] for name, stand_in in saved.items()}
+        return {name: weights[names[id(stand_in)]] for name, stand_in in saved.items()}
+    return None

@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator, PartialState
@@ -23,7 +22,6 @@ from tokenizers import AddedToken
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
-    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -51,10 +49,10 @@ from src.tasks.text.meta_loading import (
     draw_weights,
     empty_pretrained,
     fill_shards,
+    fit_of,
     saved_weights,
     start_heads,
     weight_files,
-    without_scales,
 )
 from src.tasks.text.reading import TextTask
 from src.tasks.text.settings import DecoderSettings, Lora
@@ -87,22 +85,21 @@ def add_adapters(
         model.name_or_path = os.path.abspath(source)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below, if it matters
+        merges = lora.merge or options["task_type"] != "CAUSAL_LM"
+        warnings.filterwarnings("error" if merges else "ignore", "Model has `tie_word_embeddings=True`")
         try:
             adapted = peft.get_peft_model(model, config, revision=revision)
         except (ValueError, TypeError, re.error) as error:
             raise UserError(f"task.lora.target_modules, exclude_modules: {cause(error)[:200]}") from error
-    named = adapted.get_base_model().named_modules()
-    adapters = {name: layer for name, layer in named if hasattr(layer, "reset_lora_parameters")}
-    tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
-    if (lora.merge or options["task_type"] != "CAUSAL_LM") and (both := sorted(tied & adapters.keys())):
-        says = f"{both[0]} shares its weights with another layer, to which its adapters would be added too"
-        raise UserError(f"task.lora.target_modules: {says} when they are merged; leave it out, or set merge=false")
+        except UserWarning as error:
+            says = "adapters of a layer that shares its weights with another are added to both when they are merged"
+            raise UserError(f"task.lora.target_modules: {says}; leave it out, or set merge=false") from error
     for layer in adapted.modules():
         if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
             layer.to_empty(device="cpu", recurse=False)
-    for layer in adapters.values():  # again, as peft loses the values if the model is on the meta device
-        layer.reset_lora_parameters("default", init_lora_weights=True)
+    for layer in adapted.modules():
+        if hasattr(layer, "reset_lora_parameters"):  # again, as peft loses the values on the meta device
+            layer.reset_lora_parameters("default", init_lora_weights=True)
     for name, parameter in adapted.named_parameters():
         is_kept = not parameter.is_floating_point() or parameter.requires_grad or ORIGINAL_HEAD in name
         if base_dtype in ("bf16", "nf4") and not is_kept:
@@ -156,34 +153,46 @@ def four_bits(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def four_bit_options(config: PreTrainedConfig, compute_dtype: torch.dtype) -> dict[str, Any]:
-    """Return the options for `from_pretrained` to load linear layers, except for the output, in 4 bits, to compute in
-    this dtype. Tensors are quantized one at a time, on the device that will hold them, unless they are in 4 bits in the
-    files: on a CPU, 8 billion weights take minutes."""
-    require_four_bits(is_sharded=False)
-    options: dict[str, Any] = {"device_map": {"": PartialState().device}}
-    stored = quantization_of(config)
-    if stored.get("load_in_4bit"):
-        stored["bnb_4bit_compute_dtype"] = compute_dtype
-        return options
-    return options | {"quantization_config": four_bits(compute_dtype)}
-
-
-def keep_layout(model: Any) -> None:
-    """Keep an evaluation from reordering the weights: on a CPU with AVX512-BF16, bitsandbytes 0.50 would do so for
-    kernels without a backward pass, and gradients would stop there from then on."""
+def read_model(
+    auto_class: Any, source: str, revision: str | None, config: PreTrainedConfig, four_bit_compute: torch.dtype | None
+) -> tuple[Any, Fit]:
+    """Return the model with the weights of its files, fp32, and how the files fit it. With `four_bit_compute`, linear
+    layers, except for the output, are in 4 bits and compute in this dtype. Tensors are quantized one at a time, on the
+    device that will hold them, unless they are in 4 bits in the files: on a CPU, 8 billion weights take minutes."""
+    options: dict[str, Any] = {}
+    if four_bit_compute:
+        require_four_bits(is_sharded=False)
+        options["device_map"] = {"": PartialState().device}
+        stored = quantization_of(config)
+        if stored.get("load_in_4bit"):
+            stored["bnb_4bit_compute_dtype"] = four_bit_compute
+        else:
+            options["quantization_config"] = four_bits(four_bit_compute)
+    model, found = auto_class.from_pretrained(
+        source,
+        revision=revision,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **options,
+    )
+    # on a CPU with AVX512-BF16, bitsandbytes 0.50 would reorder the weights in an evaluation, for kernels without a
+    # backward pass, and gradients would stop there from then on
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False
+    head = model.get_output_embeddings()
+    if head and head.weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False  # whatever it said: the files have both
+    return model, fit_of(found)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
-    """Add special tokens to the tokenizer. Raise a UserError if it has one of them already, or one is listed twice."""
-    known = tokenizer.get_vocab()
-    repeated = {token for token in tokens if token in known or tokens.count(token) > 1}
-    if repeated:
-        says = "the tokenizer has it already, or it is listed twice: leave it out"
-        raise UserError(f"task.new_tokens: {', '.join(sorted(repeated))}: {says}")
+    """Add special tokens to the tokenizer. Raise a UserError if it has one of them already."""
+    if known := listed(sorted(tokenizer.get_vocab().keys() & tokens)):
+        raise UserError(f"task.new_tokens: {known}: the tokenizer has it already; leave it out")
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
 
 
@@ -218,20 +227,17 @@ def grow(model: PreTrainedModel, num_tokens: int) -> None:
 def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
     """Return the language model that a run exported, fp32, with its adapters if it has any; `base_dtype` is that of
     frozen weights. Raise a UserError if there is none."""
-    auto: Any = AutoModelForCausalLM
     source, revision, has_adapters = str(folder), None, (folder / "adapter_config.json").is_file()
     with as_user_error("not a language model: "):
         if has_adapters:
             peft: Any = import_module("peft")
             adapted = peft.PeftConfig.from_pretrained(source)
             source, revision = adapted.base_model_name_or_path, adapted.revision
-        config: Any = load_config(source, revision, [])
-        options = four_bit_options(config, torch.bfloat16) if base_dtype == "nf4" else {}
-        options |= {"revision": revision, "config": config, "output_loading_info": True}
-        model, found = auto.from_pretrained(source, dtype=torch.float32, trust_remote_code=False, **options)
-        if found["missing_keys"]:
-            raise UserError(f"not a language model: it lacks {min(found['missing_keys'])}")
-        untie_if_files_do(model)
+        config = load_config(source, revision, [])
+        compute = torch.bfloat16 if base_dtype == "nf4" else None
+        model, fit = read_model(AutoModelForCausalLM, source, revision, config, compute)
+        if fit.absent:
+            raise UserError(f"not a language model: it lacks {min(fit.absent)}")
         if has_adapters:
             grow(model, len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)))
             with suppress(OSError):  # adapters from elsewhere have none
@@ -240,13 +246,6 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
                 warnings.simplefilter("ignore", FutureWarning)  # as in add_adapters
                 model = peft.PeftModel.from_pretrained(model, folder)
     return model
-
-
-def untie_if_files_do(model: Any) -> None:
-    """Make the config say so if the output layer is none with the embedding, because the files have both."""
-    head = model.get_output_embeddings()
-    if head and head.weight is not model.get_input_embeddings().weight:
-        model.config.tie_word_embeddings = False
 
 
 def max_length(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> int:
@@ -278,8 +277,8 @@ def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     turn: a base model, which stops only at the end of a text, would continue with the user's next turn."""
     align_special_tokens(model, tokenizer)
     generation, marks = model.generation_config, ends_of_turn(tokenizer)
-    known = generation.eos_token_id  # one, or several
-    ends = [] if known is None else np.ravel(known).tolist()
+    known = generation.eos_token_id  # one, several or none
+    ends = [known] if isinstance(known, int) else known or []
     if marks and (end := tokenizer.get_vocab()[marks[0]]) not in ends:
         generation.eos_token_id = [*ends, end]
 
@@ -287,14 +286,14 @@ def set_ends(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
 def drop_settings_without_effect(generation: Any) -> list[str]:
     """Unset what has no effect in a GenerationConfig, such as a temperature without sampling: transformers would not
     save it. Return the names."""
-    names: list[str] = []
     try:
         generation.validate(strict=True)
     except ValueError as error:
         names = re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
-    for name in names:
-        setattr(generation, name, None)
-    return names
+        for name in names:
+            setattr(generation, name, None)
+        return names
+    return []
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
@@ -315,8 +314,7 @@ def fsdp_blocks(model: PreTrainedModel) -> list[str]:
     """Return the class names in `_no_split_modules` that FSDP can wrap: those that the model has, except for one around
     the input embeddings, which Accelerate wraps separately afterwards."""
     embeddings = model.get_input_embeddings()
-    around = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}
-    usable = {type(module).__name__ for module in model.modules()} - around
+    usable = {type(module).__name__ for module in model.modules() if embeddings not in module.modules()}
     return [name for name in model._no_split_modules or [] if name in usable]
 
 
@@ -356,16 +354,13 @@ class FineTuning(TextTask):
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     """transformers' class that builds the model from its config."""
-    adapters_for: ClassVar[str] = "CAUSAL_LM"
-    """peft's name for the kind of model."""
     pipeline_tag: ClassVar[str] = "text-generation"
     """The Hub's name for what the model does."""
     core_name: ClassVar[str] = ""
     """Name of the transformers model inside the trained module."""
-    exports_adapters: ClassVar[bool] = True
-    """Whether adapters are exported on their own."""
     has_new_head: ClassVar[bool] = False
-    """Whether the layers after the base model, and a pooler, are new if the checkpoint has none that fit."""
+    """Whether the layers after the base model, and a pooler, are new if the checkpoint has none that fit. Then adapters
+    are not exported on their own: they would not tell the head's labels."""
     _trained_rows: dict[str, list[int]] | None = None
     """Rows of new tokens to train alongside adapters, by layer."""
 
@@ -384,8 +379,8 @@ class FineTuning(TextTask):
         torch.backends.cuda.enable_cudnn_sdp(False)
         has_bf16 = state.dtype == torch.bfloat16 or state.is_check  # --check computes in fp32, whatever a run does
         if self.lora.base_dtype not in (None, "fp32") and not has_bf16:
-            says = "needs --mixed_precision bf16 before train.py"
-            raise UserError(f"task.lora.base_dtype={self.lora.base_dtype}: {says}")
+            setting = f"task.lora.base_dtype={self.lora.base_dtype}"
+            raise UserError(f"{setting}: needs --mixed_precision bf16 before train.py")
         return super().bind(state)
 
     @property
@@ -422,19 +417,23 @@ class FineTuning(TextTask):
         return config
 
     def build_model(self) -> Any:
-        if self.model and self.base_dtype != "nf4":  # these are loaded one tensor at a time
-            self._require_memory()
+        if self.base_dtype != "nf4":  # these are loaded one tensor at a time
+            with loading("model", self.model):
+                needed = bytes_in_fp32(self._files) * get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+            if needed > (total := psutil.virtual_memory().total):  # the kernel would kill processes without a word
+                says = f"its weights take {needed / 1e9:.1f} GB in all processes; this machine has {total / 1e9:.1f} GB"
+                raise UserError(f"task.model={self.model}: {says}: use a smaller model, or fsdp.yaml")
         return self.finish(self.load_model())
 
     def build_empty_model(self) -> tuple[Any, FillWeights] | None:
         if self.base_dtype == "nf4":
             require_four_bits(is_sharded=True)
         with loading("model", self.model):
-            if not (files := self._plain_files()):
+            # quantized weights, only `from_pretrained` can read
+            is_plain = self._files and not quantization_of(self._config)
+            if not is_plain or not (built := empty_pretrained(self.model_from_config, self._files)):
                 return None
-            model, fit = empty_pretrained(self.model_from_config, files)
-            if fit.has_both:
-                return None
+            model, fit = built
             draw_weights(model, fit.absent)
             with suppress(OSError):  # if there is none, it follows from the config
                 if model.can_generate():
@@ -447,11 +446,6 @@ class FineTuning(TextTask):
     def _files(self) -> list[str]:
         """Return the files with the weights, if they are safetensors; the Hub is asked once."""
         return weight_files(self.model, self.revision) if self.model else []
-
-    def _plain_files(self) -> list[str]:
-        """Return the files with the weights; none if only `from_pretrained` can read them, because they are quantized
-        or not safetensors."""
-        return [] if quantization_of(self._config) else self._files
 
     def finish(self, model: Any) -> Any:
         """Return the module to train, built around transformers' model."""
@@ -467,7 +461,8 @@ class FineTuning(TextTask):
         if not self.lora.r:
             return model
         self.state.optimizations.append(f"frozen weights in {self.base_dtype}")
-        options = {"task_type": self.adapters_for, "trainable_token_indices": self._trained_rows}
+        kind = "SEQ_CLS" if self.has_new_head else "CAUSAL_LM"
+        options = {"task_type": kind, "trainable_token_indices": self._trained_rows}
         base_dtype = None if self.state.is_check else self.base_dtype  # it computes in fp32, with 4-bit weights too
         return add_adapters(self.lora, model, self.revision, base_dtype, **options)
 
@@ -477,40 +472,16 @@ class FineTuning(TextTask):
         return self.auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
     def load_model(self) -> Any:
-        """Return the pretrained transformers model, fp32. Raise a UserError if it cannot be found, is damaged, or is
-        another kind of model."""
-        options = four_bit_options(self._config, self.state.dtype) if self.base_dtype == "nf4" else {}
+        """Return the transformers model, fp32: pretrained or, without `model`, new. Raise a UserError if it cannot be
+        found, is damaged, or is another kind of model."""
+        if not self.model:
+            with as_user_error(f"task.architecture: {self._config.model_type} rejects it: "):
+                return self.model_from_config()
+        compute = self.state.dtype if self.base_dtype == "nf4" else None
         with loading("model", self.model):
-            model, found = self.auto_class.from_pretrained(
-                self.model,
-                revision=self.revision,
-                config=self._config,
-                dtype=torch.float32,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
-            )
-            if files := self._plain_files():
-                _, fit = empty_pretrained(self.model_from_config, files)
-            else:
-                absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-                fit = Fit(absent, found["unexpected_keys"], found["unexpected_keys"])
-        keep_layout(model)
+            model, fit = read_model(self.auto_class, self.model, self.revision, self._config, compute)
         self._accept(model, fit)
-        untie_if_files_do(model)
         return model
-
-    def _require_memory(self) -> None:
-        """Raise a UserError if the weights take more memory than this process, or all processes on this machine
-        together, can have: the kernel would kill them without a word."""
-        with loading("model", self.model):
-            needed = bytes_in_fp32(self._files)
-        memory, processes = psutil.virtual_memory(), get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
-        if needed > memory.available or needed * processes > memory.total:
-            says = f"its weights take {needed / 1e9:.1f} GB per process ({processes} on this machine)"
-            free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB are free"
-            raise UserError(f"task.model={self.model}: {says}, but {free}; use a smaller model, or fsdp.yaml")
 
     def _accept(self, model: PreTrainedModel, fit: Fit) -> None:
         """Raise a UserError if the model lacks weights, or if some in the files would be ignored or read as other
@@ -520,12 +491,10 @@ class FineTuning(TextTask):
             base = f"{model.base_model_prefix}."
             absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
         buffers = {name for name, _ in model.named_buffers()}  # transformers computes them
-        reads_scales = bool(quantization_of(self._config))
         mistakes = {
             "are missing or have another shape": absent,
-            "are quantized, but nothing says how": without_scales(self._files, reads_scales),
             "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json": {
-                name for name in fit.unexpected - buffers if not self._is_replaced(model, name)
+                name for name in fit.unused - fit.absent - buffers if not self._is_replaced(model, name)
             },
         }
         where = f"task.model={self.model}: not a checkpoint of {type(model).__name__}: weights"
@@ -539,9 +508,8 @@ class FineTuning(TextTask):
         """Return whether a weight in the files belongs to a part that the trained model is meant not to have: the head
         that a classifier replaces, or what a multimodal checkpoint has for other inputs than text."""
         part, *_ = name.removeprefix(f"{model.base_model_prefix}.").split(".")
-        owners = [model.base_model] if self.has_new_head else [model, model.base_model]
         has_others = self.has_new_head or self._config.get_text_config() is not self._config
-        is_left_out = has_others and not any(getattr(owner, part, None) for owner in owners)
+        is_left_out = has_others and not getattr(model.base_model, part, None)
         return is_left_out or name.endswith(".masked_bias")  # a number that GPT-2 masked with
 
     def _load_weights(self, model: Any, device: torch.device) -> None:
@@ -557,44 +525,38 @@ class FineTuning(TextTask):
         """Return the model's tokenizer, or that of the model `name`. Raise a UserError if there is none, or not one of
         the tokenizers library, which reports the positions of its tokens in the text."""
         setting, source, revision = ("tokenizer", name, None) if name else ("model", self.model, self.revision)
-        says = f"task.{setting}={source}: has no tokenizer that can be read"
-        hint = "a language model may have another one's (task.tokenizer)"
         tokenizer: Any = None
         with loading(setting, source), suppress(ValueError):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
         # what transformers makes if there are no files at all has special tokens alone; T5's has a token for spaces
         if not (tokenizer and tokenizer.is_fast and len(tokenizer) > len(tokenizer.all_special_tokens) + 1):
-            raise UserError(f"{says}: {hint}")
+            hint = "a language model may have another one's (task.tokenizer)"
+            raise UserError(f"task.{setting}={source}: has no tokenizer that can be read: {hint}")
         return tokenizer
 
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
         prefix = f"{self.core_name}." if self.core_name else ""
         own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-        if not self.lora.r or self.exports_adapters:
+        if not (self.lora.r and self.has_new_head):
             save(self._core(model), self._tokenizer, own, folder)
         whole = self._place_of_whole(folder)
         if whole and self.lora.r:
-            self._export_merged(own, whole)
+            loaded = self.load_model()
+            if self.base_dtype == "nf4":
+                loaded = loaded.dequantize(torch.bfloat16)
+            adapted = self.with_adapters(loaded)
+            trained = {name: own[name] for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+            adapted.load_state_dict(trained, strict=False)
+            merged = adapted.merge_and_unload()
+            save(merged, self._tokenizer, merged.state_dict(), whole)
         return self._cards()
 
     def _place_of_whole(self, folder: Path) -> Path | None:
         """Return the folder in an export that holds the whole model, with adapters merged into its weights; None if the
         adapters are exported alone."""
-        if not self.lora.r or not self.exports_adapters:
+        if not self.lora.r or self.has_new_head:
             return folder
         return folder / "merged" if self.lora.merge else None
-
-    def _export_merged(self, weights: Tensors, folder: Path) -> None:
-        """Write the model with the adapters in `weights` merged into its own weights; 4-bit weights are dequantized to
-        bf16."""
-        model = self.load_model()
-        if self.base_dtype == "nf4":
-            model = model.dequantize(torch.bfloat16)
-        adapted = self.with_adapters(model)
-        trained = {name: weights[name] for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-        adapted.load_state_dict(trained, strict=False)
-        merged = adapted.merge_and_unload()
-        save(merged, self._tokenizer, merged.state_dict(), folder)
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
         core = self._core(model)
@@ -608,7 +570,7 @@ class FineTuning(TextTask):
             if accelerator.is_main_process:
                 save(own, self._tokenizer, {}, whole)
             write_gathered(weights, whole, accelerator)
-        if self.lora.r and self.exports_adapters:
+        if self.lora.r and not self.has_new_head:
             adapters = {n: p.full_tensor().cpu() for n, p in core.named_parameters() if p.requires_grad}
             if accelerator.is_main_process:
                 save(core, self._tokenizer, adapters, folder)
@@ -620,19 +582,13 @@ class FineTuning(TextTask):
             card["base_model"] = self.model
         if on_the_hub := [name for name in self.dataset_names if "://" not in name and not Path(name).exists()]:
             card["datasets"] = on_the_hub
-        if not (self.lora.r and self.exports_adapters):
+        if not self.lora.r or self.has_new_head:
             return {"": card}
         return {"": card | {"library_name": "peft"}} | ({"merged": card} if self.lora.merge else {})
 
 
 class Decoder(DecoderSettings, FineTuning):
     """Trains a transformers decoder, from scratch or fine-tuned."""
-
-    def load_model(self) -> Any:
-        if self.model:
-            return super().load_model()
-        with as_user_error(f"task.architecture: {self._config.model_type} rejects it: "):
-            return self.model_from_config()
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
@@ -660,7 +616,7 @@ def new_config(
     architecture, it has no such fields, or it rejects their values."""
     fields = dict(architecture)
     kind = str(fields.pop("model_type", None))
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind not in CONFIG_MAPPING:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
         raise UserError(f"task.architecture.model_type={kind}: transformers has no such causal language model{close}")
     default = AutoConfig.for_model(kind)

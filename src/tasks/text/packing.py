@@ -29,7 +29,7 @@ class Sequences:
     """The chunks' rows in the table, sequence by sequence; shape (chunks,), int64."""
     starts: np.ndarray
     """Positions in `rows` where each sequence begins, and where the last one ends; shape (sequences + 1,), int64."""
-    num_rows: int = 0
+    num_rows: int
     """Rows of the data that the chunks were made from."""
 
     def __len__(self) -> int:
@@ -80,17 +80,12 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, ends
 
 
-def unpacked(chunks: Dataset) -> Sequences:
-    """Return one sequence per chunk."""
-    return Sequences(chunks.with_format("numpy"), np.arange(len(chunks)), np.arange(len(chunks) + 1))
-
-
-def pack(chunks: Dataset, sequence_length: int) -> Sequences:
-    """Return the chunks packed into sequences of up to `sequence_length` tokens."""
+def pack(chunks: Dataset, capacity: int | None, num_rows: int) -> Sequences:
+    """Return the chunks of `num_rows` rows packed into sequences of up to `capacity` tokens; None: each is one."""
     chunks = chunks.with_format("numpy")
-    sequences = best_fit(chunks["length"][:], sequence_length)
+    sequences = best_fit(chunks["length"][:], capacity) if capacity else [[row] for row in range(len(chunks))]
     starts = np.cumsum([0, *map(len, sequences)])
-    return Sequences(chunks, np.concatenate(sequences), starts)
+    return Sequences(chunks, np.concatenate(sequences), starts, num_rows)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -22,10 +22,10 @@ from src.tasks.text.model import FineTuning, check_fit
 from src.tasks.text.packing import Batch
 from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
-from src.tasks.text.tokenizing import NUMBER, Labelling, fold, length_grouped, sorted_labels
+from src.tasks.text.tokenizing import Labelling, fold, length_grouped, sorted_labels
 
 SHOWN = 20
-"""Number of most frequent labels whose counts are shown at the start of a run. More than that may be no labels."""
+"""Number of most frequent labels whose counts are shown at the start of a run."""
 LONGEST_CELL = 200
 """Maximum number of characters of a text that a table shows."""
 
@@ -34,9 +34,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
     """Classifies texts, or pairs of texts."""
 
     auto_class = AutoModelForSequenceClassification
-    adapters_for = "SEQ_CLS"
     has_new_head = True
-    exports_adapters = False  # on their own they would not tell the labels
     pipeline_tag = "text-classification"
     _texts: Dataset = PrivateAttr()
     _written: list[str] = PrivateAttr()
@@ -58,39 +56,33 @@ class TextClassification(TextClassificationSettings, FineTuning):
         """Return the labels that the model knows; none before the data are read."""
         return self.state.data.get("labels", [])
 
-    @property
-    def _labelling(self) -> Labelling:
-        known = self._own_config.get_text_config().vocab_size
-        return Labelling(self.label_column, self._written, self._tokenizer, self.sequence_length, known)
-
     def _labelled(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table of the rows as model inputs, with row numbers as `row`; on a second call, from the cache."""
-        return cached_map(rows, self._labelling, f"tokenizing {desc}").add_column("row", range(len(rows)))
+        known = self._own_config.get_text_config().vocab_size
+        labelling = Labelling(self.label_column, self._written, self._tokenizer, self.sequence_length, known)
+        return cached_map(rows, labelling, f"tokenizing {desc}").add_column("row", range(len(rows)))
 
     def _learn_labels(self, train: Dataset, evaluation: Dataset) -> None:
         """Set the labels that the model knows, in the order of their ids: those that it was trained on or that its head
         names, which the data may write in another case or as ids; or, if the data have none of these, the training
         data's. Raise a UserError if there are fewer than two, or the data have others."""
         where, remarks = f"task.label_column={self.label_column}", self.state.remarks
-        counts = Counter(train[self.label_column])
-        found, new = {*counts, *evaluation[self.label_column]}, sorted_labels(counts)
+        new = sorted_labels({*train[self.label_column]})
+        found = {*new, *evaluation[self.label_column]}
         if len(new) < 2 and not self._labels:
             raise UserError(f"{where}: all training rows have the same label, {new[0]}")
-        if len(new) > SHOWN and 2 * [*counts.values()].count(1) > len(new) and all(map(NUMBER.fullmatch, new)):
-            remarks.append(
-                f"{where}: {len(new):,} numbers, most of them once: is this a regression? Each is a class here"
-            )
         head: Any = self._own_config.id2label
         # LABEL_0 is transformers' name for a label without one
         names = self._labels or [str(head[i]) for i in sorted(head) if head[i] != f"LABEL_{i}"]
         folded = {fold(label): label for label in sorted(found)}
         written = [name if name in found else folded.get(fold(name), name) for name in names]
-        if found.isdisjoint(written) and new == [*map(str, range(len(names)))]:
-            written = new
-        elif found.isdisjoint(written) and not self._labels:
-            if names:
-                remarks.append(f"{where}: the data's replace the model's, as none is the same: {listed(names)}")
-            names = written = new
+        if found.isdisjoint(written):
+            if new == [*map(str, range(len(names)))]:
+                written = new
+            elif not self._labels:
+                if names:
+                    remarks.append(f"{where}: the data's replace the model's, as none is the same: {listed(names)}")
+                names = written = new
         if unseen := listed(sorted(found - {*written})):
             says = f"{unseen} is in the data ({listed(sorted(found))}), but not among these labels: {listed(names)}"
             whose = "the training data's" if names is new else "the model's (without its id2label, it gets new ones)"
@@ -101,13 +93,13 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         train, evaluation = super().split(rows, dataset)
-        known, labels = {*train[self.label_column]}, evaluation[self.label_column]
-        # a row with a label of its own is trained on, as the model has to know it
-        alone = [row for row, label in enumerate(labels) if label not in known]
-        others = [row for row, label in enumerate(labels) if label in known]
-        if self.eval_from != "random" or not others:
+        known = {*train[self.label_column]}
+        is_known = np.array([label in known for label in evaluation[self.label_column]])
+        if self.eval_from != "random" or not is_known.any():
             return train, evaluation
-        return concatenate_datasets([train, evaluation.select(alone)]), evaluation.select(others)
+        # a row with a label of its own is trained on, as the model has to know it
+        alone, others = (evaluation.select(np.flatnonzero(rows)) for rows in (~is_known, is_known))
+        return concatenate_datasets([train, alone]), others
 
     def fingerprint(self, dataset: Dataset) -> str:
         return table_checksum(dataset, ["input_ids", "label"])
@@ -164,8 +156,6 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         tokenizer = self.load_tokenizer()
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        if tokenizer.pad_token is None:
-            raise UserError(f"task.model={self.model}: its tokenizer has neither a padding token nor an eos token")
         return tokenizer
 
     def count(self, batch: Batch) -> Counts:
@@ -205,7 +195,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def load_export(self, folder: Path) -> Any:
         # adapters have been merged into the weights
         exported = self.model_copy(update={"model": str(folder), "revision": None, "lora": Lora()})
-        labels = list((exported.load_model_config().id2label or {}).values())
+        labels = list((exported._own_config.id2label or {}).values())
         self.state.data["labels"] = exported.state.data["labels"] = labels
         # the data are read with the export's tokenizer and config, not with those of task.model
         vars(self).update(_tokenizer=exported._tokenizer, _own_config=exported._own_config)

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -70,9 +69,10 @@ OVERLAP = 256
 """Characters that a slice repeats of the one before."""
 INTS, INT = List(Value("int32")), Value("int32")
 CHUNK_FEATURES = Features(
-    {"input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": Value("bool")}
+    {"row": INT, "input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": Value("bool")}
 )
-"""Columns of a table of chunks: `targets` is how many tokens contribute to the loss."""
+"""Columns of a table of chunks: `row` is the place of the chunk's row in its batch, and `targets` is how many tokens
+contribute to the loss."""
 
 Columns = dict[str, str]
 """Names of columns by role: text; or prompt and completion; or messages, with or without tools."""
@@ -111,32 +111,29 @@ class Chunker:
         """Return a table with the columns of CHUNK_FEATURES; later calls, even in another process, read it from the
         cache. Raise a UserError if a chat template fails (see `render_chat`)."""
         rows = rows.select_columns([*self.columns.values()])
-        return cached_map(rows, self, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
-
-    def __call__(self, batch: Rows) -> pa.Table:
-        """Return the columns of CHUNK_FEATURES for a batch of rows with the columns of `columns`, in that order."""
-        return self.chunks(batch).drop_columns("row")
+        return cached_map(rows, self.chunks, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
     def chunks(self, batch: Rows) -> pa.Table:
-        """Return the same, with the place of each chunk's row in the batch as `row`; int64. A row may have none."""
+        """Return the columns of CHUNK_FEATURES for a batch of rows with the columns of `columns`, in that order. A row
+        may have no chunks."""
         rows = [self._as_text(dict(zip(self.columns, row, strict=True))) for row in zip(*batch.values(), strict=True)]
         # a chat template writes its own special tokens
         prefix, suffix = ([], []) if {"messages", "row"} & self.columns.keys() else _special_tokens(self.tokenizer)
         begin, end = ("".join(self.tokenizer.convert_ids_to_tokens(special)) for special in (prefix, suffix))
         has_spans = any(spans is not None for _, spans in rows)
+        added = [*self.tokenizer.added_tokens_decoder] if has_spans else []  # takes milliseconds
         encoded = _encode([text for text, _ in rows], self.tokenizer, has_spans)
         chunks: list[Chunk] = []
         for number, ((text, spans), (ids, *offsets)) in enumerate(zip(rows, encoded, strict=True)):
-            is_split = self.tokenizer.split_special_tokens  # then text has none of them
             # text that a chat template wrote has its own ends, and the model would learn to write them twice
-            before = prefix if is_split or not text.lstrip().startswith(begin) else []
-            after = suffix if is_split or not text.rstrip().endswith(end) else []
-            within = np.ones(len(ids), bool) if spans is None else _within(spans, ids, self.tokenizer, *offsets)
+            before = [] if text.lstrip().startswith(begin) else prefix
+            after = [] if text.rstrip().endswith(end) else suffix
+            within = np.ones(len(ids), bool) if spans is None else _within(spans, ids, added, *offsets)
             ids = np.concatenate([before, ids, after], dtype=np.int32, casting="unsafe")
             require_known(ids, self.tokenizer, self.num_known)
             within = np.pad(within, (len(before), len(after)), constant_values=(spans is None, True))
             chunks += self._cut(ids, within, number)
-        return pa.Table.from_pylist(chunks, CHUNK_FEATURES.arrow_schema.append(pa.field("row", pa.int64())))
+        return pa.Table.from_pylist(chunks, CHUNK_FEATURES.arrow_schema)
 
     def encode_row(self, row: dict[str, str]) -> str:
         """Return a row of a chat, given as encoded values by column, as the JSON of what `render_chat` returns. Raise a
@@ -175,22 +172,15 @@ class Chunker:
             }
 
 
-def _within(
-    spans: Spans, ids: np.ndarray, tokenizer: PreTrainedTokenizerFast, starts: np.ndarray, ends: np.ndarray
-) -> np.ndarray:
+def _within(spans: Spans, ids: np.ndarray, added: list[int], starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return which tokens are within these spans of their text, shape (tokens,), given the characters where they start
-    and end."""
-    # a special token may have taken in the white space after it: where it starts decides
-    ends = np.where(np.isin(ids, _special_ids(tokenizer)), starts + 1, ends)
+    and end, and the ids of added tokens."""
+    # an added token may have taken in the white space after it: where it starts decides
+    ends = np.where(np.isin(ids, added), starts + 1, ends)
     # some tokenizers report whitespace tokens as empty: each then spans what is between its neighbours
     starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
     found = [(ends > first) & (starts < last) & (ends > starts) for first, last in spans]
     return np.logical_or.reduce([np.zeros(len(ids), bool), *found])
-
-
-@lru_cache(maxsize=2)  # it takes milliseconds
-def _special_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    return [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
 
 
 def split_text(rows: Dataset, column: str, fraction: float) -> tuple[Dataset, Dataset]:
@@ -200,15 +190,13 @@ def split_text(rows: Dataset, column: str, fraction: float) -> tuple[Dataset, Da
     cut = round(length * fraction)
     if not 0 < cut < length:
         raise UserError("task.dataset: the text is too short to hold out a part of it for evaluation")
-    train, evaluation = (
-        cached_map(rows, partial(_cut_text, column=column, part=part), "splitting the text")
-        for part in (slice(cut), slice(cut, None))
-    )
+    parts = slice(cut), slice(cut, None)
+    train, evaluation = (rows.map(_cut_text, fn_kwargs={"column": column, "part": part}) for part in parts)
     return train, evaluation
 
 
-def _cut_text(batch: Rows, column: str, part: slice) -> Rows:
-    return {column: [text[part] for text in batch[column]]}
+def _cut_text(row: dict[str, str], column: str, part: slice) -> dict[str, str]:
+    return {column: row[column][part]}
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
@@ -226,9 +214,8 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerFast, has_offsets: b
     fast = tokenizer.backend_tokenizer  # it does not warn about "longer than the model's maximum": we cut
     fast.no_truncation()
     fast.no_padding()
-    fast.encode_special_tokens = tokenizer.split_special_tokens
     encode = fast.encode_batch if has_offsets else fast.encode_batch_fast
-    found = [[np.empty((3 if has_offsets else 1, 0), np.int32)] for _ in texts]
+    found: list[list[np.ndarray]] = [[] for _ in texts]
     slices = [(i, *part) for i, text in enumerate(texts) for part in _slices(text, fast)]
     for number in range(0, len(slices), TOGETHER):
         together = slices[number : number + TOGETHER]
