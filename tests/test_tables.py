@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from torch.utils.data import ChainDataset, TensorDataset
 
 from src.config.errors import UserError
@@ -164,6 +164,66 @@ def test_an_output_to_keep_that_evaluate_does_not_return_is_named(monkeypatch: p
     monkeypatch.setattr(Kept, "kept_outputs", {"masks": 5})
     with pytest.raises(UserError, match="Kept.kept_outputs: evaluate returns no 'masks'"):
         evaluate_on_one_process(Kept(), MnistCnn().eval(), bundled_digits()[1], 64, torch.device("cpu"))
+
+
+IMAGES, LABELS = torch.randn(16, 5, 8, 8, requires_grad=True), torch.randint(0, 5, (16, 8, 8))
+HALF = LABELS.clone()
+HALF[:, :4] = -100
+EACH, ALL = cross_entropy(IMAGES, LABELS, reduction="none"), cross_entropy(IMAGES, LABELS, reduction="sum")
+TRUTH = LABELS.float() / 5
+BINARY = binary_cross_entropy_with_logits(IMAGES[:, 0], TRUTH, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels"),
+    [
+        (ALL, 1024),
+        (EACH.sum((1, 2)).sum().float(), 1024),
+        (cross_entropy(IMAGES, HALF, reduction="sum"), 512),
+        ((EACH * (HALF >= 0)).sum(), 512),
+        (BINARY + IMAGES.square().sum(), 1024),
+        (IMAGES.square().sum() + 0.5 * BINARY, 512),
+        (mse_loss(IMAGES[:, 0], TRUTH, reduction="sum"), 1024),
+        (cross_entropy(IMAGES, LABELS, reduction="sum", label_smoothing=0.1), 922),
+    ],
+)
+def test_a_sum_over_more_labels_than_are_counted_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, loss: torch.Tensor, labels: int
+) -> None:
+    """Where autograd tells how many there are; not if they are counted. Tried without a mask's mean: 1,024 of 512."""
+    said = list[str]()
+    monkeypatch.setattr("src.tasks.task_checks.say", said.append)
+    monkeypatch.setattr("src.tasks.task_checks.SAID", set())
+    for number, lines in ((1024, 0), (labels, 0), (16, 1), (16, 1)):
+        monkeypatch.setattr(Mnist, "count", lambda *_, number=number: {"targets": number})
+        require_sum(Mnist(), loss, None)
+        assert len(said) == lines
+    assert said[0].startswith(f"NOTE: Mnist.loss sums over {labels:,} labels where Mnist.count counts 16 targets, so ")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        EACH.mean((1, 2)).sum(), cross_entropy(IMAGES, LABELS) * 16, ALL / 64, ALL * (1 / 64),
+        mse_loss(1e6 * IMAGES[:, 0, 0, 0], TRUTH[:, 0, 0], reduction="sum"),
+        cross_entropy(100 * IMAGES[:, :, 0, 0], LABELS[:, 0, 0], reduction="sum"),
+        cross_entropy(IMAGES[:0], LABELS[:0], reduction="sum"), torch.tensor(1e9),
+    ],
+)  # fmt: skip
+def test_a_loss_per_target_is_right_however_large(monkeypatch: pytest.MonkeyPatch, loss: torch.Tensor) -> None:
+    """A mean over each image's labels, large errors, nothing, and what autograd knows nothing about."""
+    monkeypatch.setattr("src.tasks.task_checks.say", None)
+    monkeypatch.setattr(Mnist, "count", lambda *_: {"targets": 16})
+    require_sum(Mnist(), loss, None)
+
+
+def test_a_sum_of_many_products_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried without a limit: the paths through them double with each."""
+    monkeypatch.setattr(Mnist, "count", lambda *_: {"targets": 1})
+    number = torch.ones((), requires_grad=True)
+    for _ in range(60):
+        number = number + number * 0.1
+    require_sum(Mnist(), number, None)
 
 
 def test_a_mean_is_refused_where_autograd_tells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,7 @@ def watched(self, tensor):
     return gather(self, tensor)
 accelerate.Accelerator.gather = watched
 """
+LABELS = "NOTE: Segmentation.loss sums over {} labels where Segmentation.count counts {} targets, so the logged loss ("
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +218,16 @@ def test_outputs_too_large_to_keep_are_kept_for_the_first_examples_alone(alone: 
     assert [row["index"] for row in one["eval/shown"]] == [*range(7)]
     assert one["eval/shown"] == other["eval/shown"]
     assert len({row["prediction"] for row in one["eval/shown"]}) > 3
+
+
+def test_labels_that_are_not_counted_are_said_once(alone: Run, sharded: Run, launch: Launch, project: Path) -> None:
+    """In the first step, by the first process, under FSDP too, and by --check, which finds nothing else. Tried with the
+    mean over each image's pixels: silence."""
+    check = launch("cpu", *SETTINGS, "--check", project=project).succeeded()
+    for run, labels, targets in ((alone, 256, 4), (sharded, 128, 2), (check, 256, 4)):
+        (line,) = [line for line in run.stdout.splitlines() if line.startswith("NOTE")]
+        assert line.startswith(LABELS.format(labels, targets)), line
+        assert "and the gradients are 64 times those of a mean over labels. If" in line
 
 
 def test_the_card_of_a_task_has_the_lines_that_build_its_model(sharded: Run, project: Path) -> None:
