@@ -137,6 +137,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy(folder, "old buffers", "llama", with_more("model.layers.0.self_attn.rotary_emb.inv_freq"))
     copy(folder, "modelopt", "128 wide", to_fp8("_scale", (1,)), quantization_config={"quant_method": "modelopt"})
     copy(folder, "fp8 without a word", "128 wide", to_fp8("_scale", (1,)))
+    copy(folder, "fp8 without scales", "128 wide", lambda w: {n: v for n, v in to_fp8("s", (1,))(w).items() if n in w})
+    copy(folder, "fp8, a scale lost", "fp8", lambda w: {n: v for n, v in w.items() if n != f"{FIRST}_scale_inv"})
     copy(
         folder,
         "old masks",
@@ -158,11 +160,14 @@ NOT_ITS = "task.model={}: not a checkpoint of LlamaForCausalLM: weights "
 IGNORED = (
     NOT_ITS + "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json: "
 )
+QUANTIZED = NOT_ITS + "are quantized, but nothing says how: "
 MISSING = NOT_ITS + "are missing or have another shape: "
 REFUSED = {
     "modelopt": "task.model={}: cannot be loaded: its weights are quantized (modelopt): use the model that they were "
     "quantized from",
-    "fp8 without a word": f"{IGNORED}{FIRST}_scale, *",
+    "fp8 without a word": f"{QUANTIZED}{FIRST}, *\n{IGNORED}{FIRST}_scale, *",
+    "fp8 without scales": f"{QUANTIZED}{FIRST}, *",
+    "fp8, a scale lost": f"{QUANTIZED}{FIRST}",
     "fewer layers": IGNORED + "model.layers.1.input_layernorm.weight, *",
     "more layers": MISSING + "model.layers.2.input_layernorm.weight, *",
     "more biases": IGNORED + "model.layers.1.self_attn.q_proj.bias",

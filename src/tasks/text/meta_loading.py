@@ -67,6 +67,14 @@ def empty_pretrained(build: Callable[[], PreTrainedModel], files: list[str]) -> 
     return model, fit
 
 
+def without_scales(files: list[str], reads_scales: bool) -> set[str]:
+    """Return the names of weights in 8 bits whose scale the files lack or, without `reads_scales`, nobody reads."""
+    slices = _slices(files)
+    small = {name for name, part in slices.items() if part.dtype.startswith(("F8", "I8"))}
+    scaled = {name.rpartition(".")[0] for name in slices if reads_scales and "scale" in name}
+    return {name for name in small if name.rpartition(".")[0] not in scaled}
+
+
 def draw_weights(model: PreTrainedModel, names: set[str]) -> None:
     """Draw these weights of a model on the meta device, on the CPU, as `from_pretrained` would."""
     for name in names:
@@ -136,6 +144,8 @@ class _Slice:
     file: str
     name: str
     shape: list[int]
+    dtype: str
+    """As safetensors calls it."""
 
     def get_shape(self) -> list[int]:
         return self.shape
@@ -150,7 +160,8 @@ def _slices(files: list[str]) -> dict[str, Any]:
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # it is not a dict
-                slices[name] = _Slice(file, name, opened.get_slice(name).get_shape())
+                part = opened.get_slice(name)
+                slices[name] = _Slice(file, name, part.get_shape(), part.get_dtype())
     return slices
 
 

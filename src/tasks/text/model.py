@@ -53,6 +53,7 @@ from src.tasks.text.meta_loading import (
     saved_weights,
     start_heads,
     weight_files,
+    without_scales,
 )
 from src.tasks.text.reading import TextTask
 from src.tasks.text.settings import DecoderSettings, Lora
@@ -493,6 +494,7 @@ class FineTuning(TextTask):
         buffers = {name for name, _ in model.named_buffers()}  # transformers computes them
         mistakes = {
             "are missing or have another shape": absent,
+            "are quantized, but nothing says how": without_scales(self._files, bool(quantization_of(self._config))),
             "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json": {
                 name for name in fit.unused - fit.absent - buffers if not self._is_replaced(model, name)
             },
