@@ -44,6 +44,7 @@ def test_numbers_are_what_they_look_like_and_text_stays_text() -> None:
     config = run_settings(["--run_name=007", "--max_steps=1e3", "--global_batch_size=1e2", "--micro_batch_size=null"])
     assert (config.run_name, config.max_steps, config.global_batch_size) == ("007", 1000, 100)
     assert (config.folder, config.forward_batch_size(4)) == (Path("runs/007"), 25)
+    assert run_settings(["--early_stopping.metric=null"]).early_stopping.metric is None
     for text in ("lr: 3", "{a: 1}", "a, b: c", "- x", "# x", "None", "2024-02-30", "[" * 200):
         assert run_settings([f"--run_name={text}"]).run_name == text
     Path("b.yaml").write_text("seed: 010\nmax_steps: 1_000\noptim: {lr: 1e-3, max_grad_norm: .5}\nrun_name: '1e3'")

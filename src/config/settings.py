@@ -70,7 +70,7 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
 
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Written]:
     """Return the values, and how the user wrote each: the files named by `--config`, in order, overridden by the other
-    arguments, whose values are text, lists of words, or True. Append a line to `mistakes` for whatever could not be
+    arguments, whose values are text, lists of words, True, or None. Append a line to `mistakes` for whatever could not be
     read."""
     options: list[tuple[str, list[str]]] = []
     is_open = False
@@ -92,7 +92,8 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
                 for setting, value in flatten(_read_file(file, mistakes)):
                     values[setting], written[setting] = value, f"{file}: {setting}: {value}"
         elif len(words) == 1:
-            values[name], written[name] = words[0], f"--{name}={words[0]}"
+            values[name] = None if words[0] in ("null", "~") else words[0]
+            written[name] = f"--{name}={words[0]}"
         else:
             values[name], written[name] = words or True, " ".join([f"--{name}", *words])
     for name, how in written.items():

@@ -23,6 +23,9 @@ from src.tasks.base import ContextParallel
 from src.tasks.text.loss import attention_by_document, varlen_attention
 from src.tasks.text.packing import Batch
 
+Attention = Callable[..., tuple[Tensor, None]]
+"""A function for transformers' AttentionInterface, such as `varlen_attention`."""
+
 
 def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
     """Return this process's part of a batch of whole sequences, from CausalLM.collate, and which targets are in it:
@@ -64,7 +67,7 @@ def register(attention: str, cp: ContextParallel) -> str:
 
 def across(
     cp: ContextParallel,
-    attention: Callable[..., Any],
+    attention: Attention,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -72,8 +75,7 @@ def across(
     *arguments: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of this process's part of each sequence to the whole sequence, as `attention`, a function
-    for transformers' AttentionInterface, computes it. Collective.
+    """Return the attention of this process's part of each sequence to the whole sequence. Collective.
 
     `query`, `key` and `value` have the shapes that `attention` takes, except for the length, which is that of a part.
     """
@@ -85,12 +87,16 @@ def across(
     # under autocast, rotary embeddings may have turned queries and keys into fp32, twice the bytes
     tensors = [query.to(value.dtype), *(t.to(value.dtype).repeat_interleave(copies, 1) for t in (key, value))]
     tensors = [F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % cp.size)) for tensor in tensors]
-    output, _ = attention(module, *(_trade(tensor, cp) for tensor in tensors), *arguments, **options)
-    return _trade(output, cp)[:, :, :heads], None
+    # shape (processes, batch, length of a part, heads per process, head size); values may have another head size
+    cut = [tensor.unflatten(1, (cp.size, -1)).permute(1, 0, 3, 2, 4) for tensor in tensors]
+    received = _all_to_all(torch.cat([tensor.flatten(3) for tensor in cut], -1), cp)
+    joined = torch.cat([*received], 1).split([tensor.shape[3:].numel() for tensor in cut], -1)
+    whole = (part.unflatten(-1, tensor.shape[3:]).transpose(1, 2) for part, tensor in zip(joined, cut, strict=True))
+    output, _ = attention(module, *whole, *arguments, **options)
+    parts = _all_to_all(output.unflatten(1, (cp.size, -1)).movedim(1, 0), cp)
+    return torch.cat([*parts], 2)[:, :, :heads], None
 
 
-def _trade(tensor: Tensor, cp: ContextParallel) -> Tensor:
-    """Split a tensor along its second dimension, send part i to process i of the group, and join what each process sent
-    along the third."""
-    parts = tensor.unflatten(1, (cp.size, -1)).movedim(1, 0).contiguous()
-    return torch.cat([*collectives.all_to_all_single_autograd(parts, None, None, cp.group)], 2)
+def _all_to_all(parts: Tensor, cp: ContextParallel) -> Tensor:
+    """Send part i, along the first dimension, to process i of the group. Return what each process sent."""
+    return collectives.all_to_all_single_autograd(parts.contiguous(), None, None, cp.group)
