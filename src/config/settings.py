@@ -70,8 +70,8 @@ class Settings(BaseModel, extra="forbid", frozen=True, use_attribute_docstrings=
 
 def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Written]:
     """Return the values, and how the user wrote each: the files named by `--config`, in order, overridden by the other
-    arguments, whose values are text, lists of words, True, or None. Append a line to `mistakes` for whatever could not be
-    read."""
+    arguments, whose values are text, lists of words, True or None. Append a line to `mistakes` for whatever could not
+    be read."""
     options: list[tuple[str, list[str]]] = []
     is_open = False
     for word in argv:
