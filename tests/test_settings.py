@@ -149,7 +149,7 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
         pytest.param("--wandb.entity=none|--config=a.yaml|--wandb={mode: offlin}", {"a": "wandb:\n  tags: mine"}, [
             "--wandb={mode: offlin}: must be 'auto', 'online', 'offline' or 'disabled'",
             "--wandb.entity=none: use null, not None",
-            "a.yaml: wandb.tags: mine: must be a valid list",
+            "a.yaml: wandb.tags: mine: must be a list: write [mine]",
         ], marks=needs_wandb),
     ],
 )  # fmt: skip

@@ -158,6 +158,8 @@ def _reason(name: str, problem: Any, known: list[str]) -> str:
     """Return why pydantic refuses the setting of this name."""
     if problem["type"] == "extra_forbidden":
         return f"unknown setting{nearest(name, known)}"
+    if problem["type"] == "list_type":
+        return f"must be a list: write [{problem['input']}]"
     if problem["type"] == "string_type":
         return "must be text: write it in quotes"
     return str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
