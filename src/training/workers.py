@@ -34,7 +34,11 @@ class Batches:
 def load_in_workers(
     config: Config, dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
 ) -> Iterator[Any]:
-    """Yield the batches of these indices, collated."""
+    """Yield the batches of these indices, collated.
+
+    Raises:
+        RuntimeError: a worker died.
+    """
     # seeds the random numbers that examples draw by themselves: different in each process and epoch
     seed = int(np.random.default_rng([config.seed, epoch, rank]).integers(2**63))
     loader: DataLoader[Any] = DataLoader(
@@ -50,10 +54,17 @@ def load_in_workers(
         # Python 3.14's default, a fork server, would outlive this process, and so would its workers
         multiprocessing_context="fork" if sys.platform == "linux" else None,
     )
-    for batch in loader:
-        if isinstance(batch, UserError | RunError):
-            raise batch
-        yield batch
+    try:
+        for batch in loader:
+            if isinstance(batch, UserError | RunError):
+                raise batch
+            yield batch
+    except (ConnectionError, EOFError) as error:
+        # the dataset's own error, to whose message torch adds which worker raised it
+        if "DataLoader worker" in str(error):
+            raise
+        # torch reports a worker's death, unless it died while handing over a batch
+        raise RuntimeError("a DataLoader worker died: was it killed for lack of memory?") from error
 
 
 def as_it_is(batch: Any) -> Any:
