@@ -140,7 +140,11 @@ FULL = "out of memory in the load, on a GPU of 84.9 GB, 84.9 GB outside torch; "
         ("single_gpu", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
         ("ddp", {"NULL_GPU_TAKEN_GIB": "79.09"}, FULL),
         ("ddp", {"NULL_GPU_COUNT": "1"}, "2 processes on this machine, but it has 1 GPU(s): set --num_processes"),
-        ("single_gpu", {"NULL_GPU_DRIVER": "12080"}, "the driver of the NVIDIA GPU supports CUDA 12.8, but this "),
+        (
+            "single_gpu",
+            {"NULL_GPU_DRIVER": "12080"},
+            "The NVIDIA driver on your system is too old (found version 12080)",
+        ),
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_one_line(gpu: Launch, yaml: str, environment: dict[str, str], says: str) -> None:
