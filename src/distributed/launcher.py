@@ -71,12 +71,14 @@ def refuse_another_strategy(accelerator: Accelerator, asked: LaunchEnv) -> None:
 
 def unusable_gpu() -> str | None:
     """Return why torch can't use this machine's NVIDIA GPU; None if there is none, or it is hidden."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return None
     if torch.version.cuda is None and shutil.which("nvidia-smi"):
         return f"this machine has an NVIDIA GPU, but torch {torch.__version__} is built without CUDA: install another"
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
-        return cause(error) if "too old" in str(error) and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else None
+        return cause(error) if "too old" in str(error) else None
     return None
 
 
