@@ -44,7 +44,8 @@ def _load_best(run: Run, store: Store, say: Callable[[str], None]) -> Metrics:
     """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
     weights, and return the last evaluation. Collective."""
     evaluations, settings = run.progress.evaluations, run.config.checkpoint
-    path, _ = store.first_valid(best_first(store.checkpoints(), settings, evaluations))
+    found = store.checkpoints() if run.is_main else []  # only the main process's answer counts
+    path, _ = store.first_valid(best_first(found, settings, evaluations))
     if path is None:
         say("WARNING: no intact checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return run.progress.evaluation

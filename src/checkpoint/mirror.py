@@ -74,7 +74,7 @@ class MirroredStore(Store):
         return newest_first({self.folder / path.split("/")[-2] for path in self._fs.glob(f"{self._root}/*/{having}")})
 
     def problems(self, checkpoint: Path) -> list[str]:
-        """Do so. If there are any, fetch it from the mirror first."""
+        """Return what is wrong with a checkpoint, once the mirror has replaced it if something was. Collective."""
         if not (wrong := super().problems(checkpoint)):
             return wrong
         with local_main_process_first(self.accelerator), as_run_error(f"{self.url}: "):
@@ -99,13 +99,15 @@ class MirroredStore(Store):
         say(f"fetched from {self.url}/{checkpoint.name}")
 
     def record(self, folder: Path, *names: str) -> Json:
-        """Do so. If this machine does not have the main process's disk, copy the files to the mirror."""
+        """Return the manifest's entries of these files. Copy them to the mirror if this machine does not have the main
+        process's disk."""
         if not self._sees_main:
             self._put(folder, *names)
         return super().record(folder, *names)
 
     def rotate(self, evaluations: Evaluations) -> None:
-        """Do so. Copy the newest once the current copy is done, unless a newer one has been published by then."""
+        """Delete the checkpoints that the settings don't keep. Copy the newest once the current copy is done, unless a
+        newer one has been published by then."""
         for newest in super().checkpoints()[:1]:
             self.copier.apply_async(self._copy, [newest])
         super().rotate(evaluations)
@@ -136,7 +138,7 @@ class MirroredStore(Store):
             if checkpoint != super().checkpoints()[0]:
                 raise OSError(f"{self.url} is slower than the saves")
             state = read_state(checkpoint)
-            if checkpoint not in self._mirrored():
+            if not self._fs.exists(f"{there}/{MANIFEST}"):
                 self._put(checkpoint, *(name for name in manifest(checkpoint) if (checkpoint / name).exists()))
                 log = (self.config.folder / "metrics.jsonl").read_bytes()
                 self._fs.pipe_file(f"{there}/metrics.jsonl", log[: state.metrics_bytes])

@@ -63,7 +63,7 @@ def find_checkpoint(config: Config, store: Store) -> ResumePoint:
         is_writer = is_main and config.saves
         if is_writer:
             lock(config.folder)
-        candidates = store.checkpoints()
+        candidates = store.checkpoints() if is_main else []  # only the main process's answer counts
         if is_writer:
             # check again: whoever held the lock may have written there
             raise_if_any(folder_errors(config, candidates))
