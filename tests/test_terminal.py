@@ -157,7 +157,7 @@ def test_a_process_that_is_killed_while_it_speaks_silences_no_other(tmp_path: Pa
         slow("cpu", ("--bad=1",), {}, "train.py: --bad=1: unknown setting"),
         slow("ddp", SHORT, {"FAULT": "raise", "FAULT_RANK": "0", "FAULT_STEP": "3"}, "[rank0]: RuntimeError: the root"),
         slow("cpu", SHORT, {"FAULT": "raise", "FAULT_STEP": "3"}, "RuntimeError: the root cause"),
-        slow("ddp", (*SHORT, "--check"), {"FAULT": "nan", "FAULT_STEP": "3"}, "  report     "),
+        slow("ddp", (*SHORT, "--check"), {"FAULT": "nan", "FAULT_STEP": "3"}, "FAILED: Steps; see "),
     ],
 )
 def test_after_an_error_the_launcher_adds_nothing(
