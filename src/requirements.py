@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from importlib import import_module, metadata
 from pathlib import Path
@@ -18,10 +19,10 @@ def missing_requirements(extra: str = "") -> list[str]:
     """Return a line about everything that is missing or else one for each library of the wrong version, by the bounds
     in requirements.txt or those of an extra in pyproject.toml, such as `text`."""
     bin_folder, here = PROJECT / ".venv/bin", os.path.dirname(sys.executable)
-    remedy = f"run `make setup` or, in an environment of your own, {sys.executable} -m pip install -e '{PROJECT}"
-    remedy += f"[{extra}]'" if extra else "'"
+    pip = f"{shlex.quote(sys.executable)} -m pip install -e '{PROJECT}{f'[{extra}]' if extra else ''}'"
+    remedy = f"run `make setup` or, in an environment of your own, {pip}"
     if (bin_folder / "activate").exists() and not bin_folder.samefile(here):
-        remedy = f"run `. {os.path.relpath(bin_folder)}/activate` first, as this is {sys.executable}"
+        remedy = f"run `. {shlex.quote(os.path.relpath(bin_folder / 'activate'))}` first, as this is {sys.executable}"
     if sys.version_info < (3, 11):  # noqa: UP036  # older ones get here
         return [f"Python 3.11 or newer is needed, and this is {sys.version.split()[0]}: {remedy}"]
 
@@ -30,16 +31,16 @@ def missing_requirements(extra: str = "") -> list[str]:
         return []
     text = file.read_text(encoding="utf-8")
     if extra:
-        text, *_ = re.findall(f"(?m)^{extra} = .*", text)
-    bounds = re.findall(r'([\w.-]+)([<>=][^"#\s]*)', text)
-    missing = [name for name, _ in bounds if not any(metadata.distributions(name=name))]
+        text = "\n".join(import_module("tomllib").loads(text)["project"]["optional-dependencies"][extra])
+    required = re.findall(r"(?m)^((\w[\w.-]*)[^#\n]*)", text)
+    missing = [name for _, name in required if not any(metadata.distributions(name=name))]
     if missing:
         return [f"not installed: {', '.join(missing)}: {remedy}"]
-    allowed = import_module("packaging.specifiers").SpecifierSet
+    parse = import_module("packaging.requirements").Requirement
     return [
-        f"{name} {version} is installed, and {name}{bound} is needed: {remedy}"
-        for name, bound in bounds
-        if (version := metadata.version(name)) not in allowed(bound, prereleases=True)
+        f"{name} {version} is installed, and {line.strip()} is needed: {remedy}"
+        for line, name in required
+        if not parse(line).specifier.contains(version := metadata.version(name), prereleases=True)
     ]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from src import requirements
 from src.distributed.accelerator import choose_precision
 from src.distributed.launcher import unusable_gpu
 from src.requirements import missing_requirements
@@ -437,6 +438,19 @@ def test_what_is_missing_is_in_the_environment_of_the_project_if_there_is_one(tm
     (tmp_path / ".venv/bin/python").symlink_to(sys.executable)  # the one that lacks it
     done = subprocess.run([".venv/bin/python", "-S", "-c", "import src"], cwd=tmp_path, capture_output=True, text=True)
     assert "run `make setup` or, in an environment of your own, " in done.stderr
+
+
+def test_requirements_are_read_in_any_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that a user adds. Tried with names that a bound follows at once: only the last is seen."""
+    monkeypatch.setattr(requirements, "PROJECT", tmp_path)
+    file = tmp_path / "requirements.txt"
+    file.write_text("torch\n-e .\n# pandas>=999\nno-such  # yet\nnor[this] >= 1\nnor-that>=1\n")
+    (line,) = missing_requirements()
+    assert line.startswith("not installed: no-such, nor, nor-that: ")
+    file.write_text("torch >= 999  # of next year\nnumpy~=999.0\npsutil!=7\naccelerate[testing]>=1\n")
+    install(monkeypatch, psutil="7")
+    named = [line.partition(" is needed: ")[0].partition(", and ")[2] for line in missing_requirements()]
+    assert named == ["torch >= 999", "numpy~=999.0", "psutil!=7"]
 
 
 @needs("src/tasks/text")

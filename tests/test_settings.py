@@ -122,6 +122,11 @@ def test_fields_of_a_mapping_come_together_in_any_order() -> None:
             'allowed in "<unicode string>", position 0',
             "--config=.: cannot be read as yaml, [Errno 21] Is a directory: '.'",
         ]),
+        # as of `--config $UNSET`. Tried without: a run with the defaults
+        ("--seed=-1|--config", {}, [
+            "--config=: cannot be read as yaml, [Errno 21] Is a directory: '.'",
+            "--seed=-1: must be greater than or equal to 0",
+        ]),
         ("--config=a.yaml|--max_steps=None", {"a": "max_hours: 1:30\nepochs: yes\nrun_name: [a=b]"}, [
             "a.yaml: run_name: ['a=b']: must be text: write it in quotes",
             "a.yaml: epochs: yes: must be a valid integer, unable to parse string as an integer",
@@ -215,7 +220,9 @@ def test_what_a_launch_needs_in_the_environment_may_be_there(monkeypatch: pytest
 
 
 def test_a_sweep_s_trial_without_an_id_is_named(monkeypatch: pytest.MonkeyPatch) -> None:  # room: wandb
-    """Tried without: KeyError."""
+    """Tried without: KeyError. An empty variable counts as unset."""
+    monkeypatch.setenv("WANDB_SWEEP_ID", "")
+    assert run_settings(["--trackers=[]"]).folder == Path("runs/mnist")
     monkeypatch.setenv("WANDB_SWEEP_ID", "x")
     assert mistakes() == [
         "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it",

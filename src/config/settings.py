@@ -88,7 +88,7 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     written: Written = {}
     for name, words in sorted(options, key=lambda option: option[0] != "config"):  # the other arguments override files
         if name == "config":
-            for file in words:
+            for file in words or [""]:
                 for setting, value in flatten(_read_file(file, mistakes)):
                     values[setting], written[setting] = value, f"{file}: {setting}: {value}"
         elif len(words) == 1:

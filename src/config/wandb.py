@@ -63,7 +63,7 @@ class WandbSettings(TrackerSettings):
     @property
     def folder_name(self) -> str:
         """Return run_name; in a sweep with the trial's id, as `wandb agent` repeats one command."""
-        return self.run_name + (f"-{os.environ.get('WANDB_RUN_ID')}" if "WANDB_SWEEP_ID" in os.environ else "")
+        return self.run_name + (f"-{os.environ.get('WANDB_RUN_ID')}" if os.environ.get("WANDB_SWEEP_ID") else "")
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
@@ -72,5 +72,5 @@ class WandbSettings(TrackerSettings):
                 value = os.environ.get(name)
                 if value and not re.fullmatch(pattern, value):  # which is not shown, as it may be a secret
                     yield f"{name} is set in the environment, but must be {words}"
-        if "WANDB_SWEEP_ID" in os.environ and not re.fullmatch(r"[\w.-]+", os.environ.get("WANDB_RUN_ID", "")):
+        if os.environ.get("WANDB_SWEEP_ID") and not re.fullmatch(r"[\w.-]+", os.environ.get("WANDB_RUN_ID", "")):
             yield "WANDB_SWEEP_ID is set in the environment, but WANDB_RUN_ID is no trial's id, one word: unset it"
