@@ -126,11 +126,14 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             SIGNALS.release()  # nothing answers them any more
             if not isinstance(error, SystemExit) or error.code:
                 HAS_FAILED.set()
-            is_lost = isinstance(error, RuntimeError) and re.search(COLLECTIVE_FAILED, str(error))
-            if is_lost and not re.search(TIMED_OUT, str(error)) and num_machines() > 1:
+            if isinstance(error, RuntimeError) and re.search(COLLECTIVE_FAILED, str(error)):
                 leave_it_to_others()  # if a process of this machine failed
-                advice = "run the same command on all machines; they resume from the newest checkpoint"
-                raise RunError(f"a process on another machine was lost: {advice}") from error
+                if re.search(TIMED_OUT, str(error)):
+                    timed_out = "timed out (timeout_minutes) waiting for another process"
+                    say(f"{program}: process {rank} {timed_out}", file=sys.stderr)
+                elif num_machines() > 1:
+                    advice = "run the same command on all machines; they resume from the newest checkpoint"
+                    raise RunError(f"a process on another machine was lost: {advice}") from error
             raise
     except (UserError, RunError) as error:
         if not is_first_here:
@@ -144,13 +147,6 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             raise
         says = f"{error.filename or 'a file'} cannot be written ({error.strerror}): free some space"
         sys.exit(visible(f"{program}: {says}, then run the same command again"))
-    except RuntimeError as error:
-        if re.search(COLLECTIVE_FAILED, str(error)):
-            leave_it_to_others()
-            if re.search(TIMED_OUT, str(error)):
-                timed_out = "timed out (timeout_minutes) waiting for another process"
-                say(f"{program}: process {rank} {timed_out}", file=sys.stderr)
-        raise
 
 
 def num_machines() -> int:
