@@ -167,7 +167,7 @@ def parameters_of(run: Forked) -> int:
 
 
 def beside_the_plan(bench: LargeBench) -> Iterator[Finding]:
-    """What the plan has found out on a null GPU about the same run."""
+    """Compare the run with what the plan finds out about it on a null GPU."""
     if reason := null_gpu.reason_to_skip():
         raise ModuleNotFoundError(reason)
     found = bench.ended("large").found

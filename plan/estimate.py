@@ -41,8 +41,8 @@ class Seconds(NamedTuple):
 
 
 def seconds_of(measured: Measured, gpu: Gpu, gpus: int, is_compiled: bool) -> Seconds:
-    """Return the seconds of a step: the larger of the host's time and the device's. The device computes, waits for
-    communication that does not overlap with computing, and for all-to-alls, which overlap with nothing."""
+    """Return the seconds of a step: the larger of the host's time and the device's. The device computes, and
+    waits for communication that does not overlap with computing and for all-to-alls, which overlap with nothing."""
     compute = 0.0
     for name, amount in measured.work.items():
         kind, _, dtype = name.partition(" flops ")

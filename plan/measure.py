@@ -148,7 +148,7 @@ def build_without_values(config: Config[Task]) -> Run:
         train_set=train_set,
         eval_set=eval_set,
         origin=None,  # type: ignore[arg-type]  # nothing is saved
-        metadata={"optimizations": config.task.state.optimizations},
+        metadata={},  # nothing is reported
     )
 
 
@@ -167,7 +167,7 @@ def measure(setup: Setup, share: float) -> Measured:
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(setup.gpus)
     os.environ["TERM"] = "dumb"  # no bars below the plan's own
     gc.disable()  # reference cycles keep memory of DDP's first steps until a collection happens to run: count it
-    gc.freeze()  # explicit collections can skip the objects of now
+    gc.freeze()  # explicit collections skip the objects that exist by now
     torch.backends.cuda.enable_cudnn_sdp(False)  # the null GPU has no cuDNN; flash attention takes as much memory
     if launched.use_fsdp or launched.multi_gpu:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(setup.gpus), "TORCHELASTIC_RUN_ID": "none"}
@@ -232,7 +232,7 @@ class Trial:
             memory=memory,
             parts=parts,
             work=self._work(),
-            optimizations=run.metadata["optimizations"],
+            optimizations=run.task.state.optimizations,
         )
 
     def _largest(self, share: float) -> int:

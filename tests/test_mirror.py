@@ -121,6 +121,11 @@ def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) ->
     assert logs[fresh] == logs[behind] == logs[run]
 
 
+def settings(folder: Path, *more: str) -> Any:
+    """Those of a run in this folder, with its mirror beside it."""
+    return run_settings([f"--output_dir={folder}/run", f"--checkpoint.mirror={folder}/mirror", *more])
+
+
 def test_a_machine_that_shares_no_disk_reads_all_its_files(whole: Whole, tmp_path: Path) -> None:
     """Of a checkpoint that it fetched before. Tried with a part for each process: damage to the others' is not seen."""
     checkpoint = tmp_path / "step_00000012"
@@ -130,8 +135,7 @@ def test_a_machine_that_shares_no_disk_reads_all_its_files(whole: Whole, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("src.checkpoint.mirror.gather_object", lambda own: [*own, False])
         patch.setattr("src.checkpoint.mirror.local_main_process_first", contextlib.nullcontext)
-        arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"]
-        with mirrored(one_of_two, run_settings(arguments)) as store:
+        with mirrored(one_of_two, settings(tmp_path)) as store:
             assert store.first_valid([checkpoint]) == (checkpoint, {})
             for file in manifest(checkpoint):
                 content = (checkpoint / file).read_bytes()
@@ -199,7 +203,7 @@ def test_the_end_of_a_run_waits_for_the_copy(whole: Whole, tmp_path: Path, monke
 
     monkeypatch.setattr(LocalFileSystem, "put_file", put_slowly)
     shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
-    config = run_settings([f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"])
+    config = settings(tmp_path)
     store: Any
     with contextlib.suppress(KeyboardInterrupt), mirrored(Accelerator(cpu=True), config) as store:
         store.rotate({})
@@ -219,9 +223,8 @@ def test_a_mirror_that_hangs_at_the_end_is_given_up(
     answers, put_file = threading.Event(), LocalFileSystem.put_file
     monkeypatch.setattr(LocalFileSystem, "put_file", lambda *arguments, **_: answers.wait() and put_file(*arguments))
     shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run")
-    arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror", "--timeout_minutes=1e-4"]
     store: Any
-    with mirrored(Accelerator(cpu=True), run_settings(arguments)) as store:
+    with mirrored(Accelerator(cpu=True), settings(tmp_path, "--timeout_minutes=1e-4")) as store:
         store.rotate({})
     says = f"WARNING: {tmp_path}/mirror/mnist accepts nothing, and lacks the newest checkpoint\n"
     assert capfd.readouterr().out == says
@@ -233,11 +236,10 @@ def test_a_mirror_that_hangs_at_the_end_is_given_up(
 
 def test_a_copy_that_makes_progress_may_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than half of timeout_minutes, which pass five times here. Tried with a limit for all of it: a warning."""
-    arguments = [f"--output_dir={tmp_path}/run", f"--checkpoint.mirror={tmp_path}/mirror"]
     store: Any
     copying = Mock()
     copying.ready = lambda: copying.wait.call_count == 5
-    with mirrored(Accelerator(cpu=True), run_settings(arguments)) as store:
+    with mirrored(Accelerator(cpu=True), settings(tmp_path)) as store:
         copying.wait.side_effect = lambda _: store._accepted.relative_update()
         monkeypatch.setattr(store, "copier", Mock(apply_async=lambda *_: copying))
     assert copying.wait.call_count == 5

@@ -66,10 +66,8 @@ class Run:
     """What was counted: allocated or reserved by torch, or unknown."""
     tokens: float | None = None
     """Tokens per second and GPU; None: not published."""
-    more: tuple[str, ...] = ()
-    """Further arguments of train.py."""
-    is_pretrained: bool = False
-    """Whether adapters are trained, beside weights that are there already."""
+    adapters: tuple[str, ...] = ()
+    """Arguments of train.py for adapters, beside weights that are there already; none: all weights are trained."""
 
 
 def llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -184,22 +182,9 @@ def fine_tuning() -> Iterator[Run]:
         (PHI_1_5, "phi-1.5", 1044, 1, 4.82),
         (PHI_1_5, "phi-1.5", 1044, 4, 10.68),
     ):
-        yield Run(
-            name=f"LitGPT LoRA {says}, micro-batch {micro}",
-            source=LITGPT,
-            gpus=1,
-            gpu="a100_40gb",
-            yaml="single_gpu",
-            model=model,
-            length=length,
-            micro=micro,
-            checkpointing=NONE,
-            compiled=EAGER,
-            accumulation=128 // micro,
-            memory=memory * GB,
-            more=ADAPTERS_8,
-            is_pretrained=True,
-        )
+        name, place = f"LitGPT LoRA {says}, micro-batch {micro}", (LITGPT, 1, "a100_40gb", "single_gpu")
+        found = {"accumulation": 128 // micro, "memory": memory * GB, "adapters": ADAPTERS_8}
+        yield Run(name, *place, model, length, micro, NONE, EAGER, **found)
     for model, says, length, memory, seconds, adapters in (
         (QWEN_7B, "LoRA Qwen 7B", 2048, 23.8, 5.2, ADAPTERS_64),
         (QWEN_7B, "LoRA Qwen 7B", 8192, 36.6, 21.3, ADAPTERS_64),
@@ -208,36 +193,21 @@ def fine_tuning() -> Iterator[Run]:
         (QWEN_1_8B, "Qwen 1.8B", 2048, 43.5, 2.3, ()),
         (QWEN_1_8B, "Qwen 1.8B", 8192, 48.3, 5.6, ()),
     ):
-        yield Run(
-            name=f"{says}, {length} tokens",
-            source=QWEN,
-            gpus=1,
-            gpu="a100",
-            yaml="single_gpu",
-            model=model,
-            length=length,
-            micro=1,
-            checkpointing=FULL,
-            compiled=EAGER,
-            accumulation=8,
-            memory=memory * GB,
-            counter="unknown",
-            tokens=8 * length / seconds,
-            more=adapters,
-            is_pretrained=bool(adapters),
-        )
+        name, place = f"{says}, {length} tokens", (QWEN, 1, "a100", "single_gpu")
+        found = {"memory": memory * GB, "counter": "unknown", "tokens": 8 * length / seconds, "adapters": adapters}
+        yield Run(name, *place, model, length, 1, FULL, EAGER, accumulation=8, **found)
 
 
 RUNS = [*torchtitan(), *pretraining(), *fine_tuning()]
 
 
 def arguments(run: Run, folder: Path) -> list[str]:
-    """Return those of train.py, and write what they name into the folder."""
+    """Return the arguments of train.py for this run, and write the files that they name into the folder."""
     tokens = run.micro * run.accumulation * run.gpus * run.length
     text = folder / "text.txt"
     text.write_text("a" * int(SPARE * tokens + 20 * run.length))  # a single document: all sequences are full
     model = ["--task.architecture=" + json.dumps(run.model)]
-    if run.is_pretrained:
+    if run.adapters:
         tokenizer = byte_tokenizer()
         tokenizer.save_pretrained(folder)
         new_config(run.model, tokenizer, run.length).save_pretrained(folder)
@@ -250,7 +220,7 @@ def arguments(run: Run, folder: Path) -> list[str]:
         f"--global_batch_size={run.micro * run.accumulation * run.gpus}",
         f"--micro_batch_size={run.micro}",
         f"--output_dir={folder}/run",
-        *run.more,
+        *run.adapters,
     ]
 
 
@@ -275,8 +245,8 @@ def predict(run: Run) -> list[dict[str, Any]]:
                 # where it is not known, the model is measured without the compiler
                 numbers = show.line(row, config.model_copy(update={"compile": is_compiled}))
                 allocated, reserved = row.measured.memory["step"]
-                speed = {"tokens": numbers["tok/s/GPU"], "is_fitting": is_fitting}
-                found.append({"allocated": allocated, "reserved": reserved, **speed})
+                memory = {"allocated": allocated, "reserved": reserved, "is_fitting": is_fitting}
+                found.append({**memory, "tokens": numbers["tok/s/GPU"]})
     return found
 
 

@@ -38,7 +38,8 @@ Length = Annotated[T, Change.LENGTH, Change.REOPENS]
 Reopens = Annotated[T, Change.REOPENS]
 SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
 MAX_VALUES = 100_000
-"""Values that a yaml may have: nine lines of aliases can stand for 10^9."""
+"""Values that a yaml may have, as JSON: a key, a colon and a comma count too. Nine lines of aliases can stand for
+10^9."""
 TEXT = (str, str | None)
 """Types of fields whose values are taken literally."""
 

@@ -24,12 +24,8 @@ from src.tasks.text.reading import ShardReader, row_ranges
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.tools.generate import main as generate  # room: tools
 from tests.text import tiny
-from train import run_settings
 
-LM = ("--task.name=causal_lm", "--task.sequence_length=16")
-LLAMA = (*LM, "--task.model=llama", "--task.dataset=a.jsonl")
 CODE = "open('it_ran', 'w')\nclass Mine: pass\n"
-ROWS = [{"text": f"line {i}"} for i in range(20)]
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +47,6 @@ def copied(models: Path, folder: str, changes: dict[str, Any]) -> None:
     shutil.copytree(models / "llama", folder)
     Path(folder, "mine.py").write_text(CODE)
     tiny.write({f"{folder}/{name}": fields for name, fields in changes.items()})
-
-
-def built(*arguments: str) -> Any:
-    """The task, its datasets and its model, built as train.py does it."""
-    tiny.write({"a.jsonl": ROWS})
-    task: Any = run_settings([*arguments]).task
-    return task, *task.build_datasets(), task.build_model()
 
 
 def line(error: Any) -> str:

@@ -126,9 +126,8 @@ class StreamedLM(StreamedLMSettings, CausalLM):
         is_first = self.state.cp.rank == 0  # processes that share sequences count them once
         return batch | {"counts": {name: number * is_first for name, number in counts.items()}}
 
-    def preview(self, dataset: Any, index: int) -> str:
-        (chunks,) = dataset.__getitems__([index])
-        return self.shown([chunk for chunk in chunks if chunk["length"]])
+    def shown(self, chunks: list[Chunk]) -> str:
+        return super().shown([chunk for chunk in chunks if chunk["length"]])
 
     def count(self, batch: Batch) -> Counts:
         return super().count(batch) | batch["counts"]

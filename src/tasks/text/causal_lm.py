@@ -105,7 +105,7 @@ class CausalLM(CausalLMSettings, Decoder):
         return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
 
     def choose_columns(self, source: Source, names: list[str]) -> Encoders:
-        """Choose the columns to train on among these of a source, and return their encoders."""
+        """Choose the columns of a source to train on, among these names, and return their encoders."""
         asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
         self._columns = find_columns(asked, names)
         prompt = self._columns.get("prompt")

@@ -265,9 +265,8 @@ def _without_empty_thought(message: Message, start: int, end: int, text: str) ->
 
 
 def _render(chat: Chat, tokenizer: PreTrainedTokenizerFast, tools: Tools | None, prompts_answer: bool = False) -> str:
-    with as_user_error(
-        f"the tokenizer's chat template rejects {_quote(chat)}: "
-    ):  # it is a program: it can raise anything
+    # it is a program: it can raise anything
+    with as_user_error(f"the tokenizer's chat template rejects {_quote(chat)}: "):
         return str(tokenizer.apply_chat_template(chat, tools, tokenize=False, add_generation_prompt=prompts_answer))
 
 

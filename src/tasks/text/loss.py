@@ -68,9 +68,9 @@ def document_attention(
         query: shape (batch, heads, length, head size). `key` and `value` may have fewer heads.
         sliding_window: the most tokens that a token attends to, itself included; None: all.
         cu_seq_lens_q, max_length_q: as from `document_lengths`.
-        is_varlen: by torch's varlen kernel, of all documents at once; or by the usual one, one document at a time: in
-            any dtype, and with dropout. Then only sliding windows need a mask, and on a GPU the host waits for the
-            lengths.
+        is_varlen: use torch's varlen kernel, on all documents at once; otherwise the usual one, on one document at a
+            time, in any dtype and with dropout. Then only sliding windows need a mask, and on a GPU the host waits for
+            the lengths.
 
     Returns:
         Shape (batch, length, heads, head size), in the dtype of `value`: under autocast, rotary embeddings may have

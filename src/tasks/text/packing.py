@@ -81,7 +81,8 @@ def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensor
 
 
 def pack(chunks: Dataset, capacity: int | None, num_rows: int) -> Sequences:
-    """Return the chunks of `num_rows` rows packed into sequences of up to `capacity` tokens; None: each is one."""
+    """Return the chunks of `num_rows` rows packed into sequences of up to `capacity` tokens; None: each chunk is a
+    sequence."""
     chunks = chunks.with_format("numpy")
     sequences = best_fit(chunks["length"][:], capacity) if capacity else [[row] for row in range(len(chunks))]
     starts = np.cumsum([0, *map(len, sequences)])

@@ -323,7 +323,7 @@ class TextTask(TextSettings, Task):
         return {split: {name: versions[name] for name in names} for split, names in files.items()}
 
     def find_on_hub(self, dataset: str, config: str | None) -> dict[str, Any]:
-        """Return what `_find_splits` does, of a dataset on the Hub: its files are downloaded."""
+        """Download the files of a dataset on the Hub, and return them as `_find_splits` does."""
         files = splits_of(dataset, config)
         # on the Hub, a .txt has one document per line, and compressed files would have to be unpacked
         names = [name.lower() for names in files.values() for name in names]

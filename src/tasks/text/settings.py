@@ -14,6 +14,8 @@ from src.tasks.text.listing import KINDS, path_error
 
 DEFAULTS: dict[str, Values] = read_yaml(Path(__file__).with_name("defaults.yaml").read_bytes())
 """Defaults of a run, by what of its model is trained."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""Matches the name of a dataset or a model on the Hub."""
 
 
 class Lora(Settings):
@@ -62,8 +64,7 @@ class TextSettings(TaskSettings):
     """What to do with rows that cannot be read, whose text or label is missing or of the wrong type, or whose chat the
     template cannot write. refuse: name the first and stop; skip: leave them out and count them."""
     model: str | None = None
-    """A model on the Hub, or a local folder, to start from. Weights are loaded as
-    fp32; its code is never run."""
+    """A model on the Hub, or a local folder, to start from. Weights are loaded as fp32; its code is never run."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
     dropout: Fraction | None = None
@@ -86,7 +87,7 @@ class TextSettings(TaskSettings):
         yield from super().validation_errors()
         for dataset in self.dataset_names:
             path = Path(dataset)
-            is_hub_name = path.suffix.lower() not in KINDS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", dataset)
+            is_hub_name = path.suffix.lower() not in KINDS and HUB_NAME.fullmatch(dataset)
             if not dataset:
                 yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
             elif path.exists():
@@ -99,10 +100,8 @@ class TextSettings(TaskSettings):
             yield f"task.eval_split={self.eval_split}: {says}"
         if not self.lora.r and self.lora != Lora():
             yield "task.lora.r is not set: without it, the other settings of task.lora have no effect"
-        # on the Hub, or scheme:rest, which is downloaded before
         folder = Path(str(self.model))
-        is_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?|\w+:[\w.-]+/[\w.-]+/[\w.-]+:[\w.-]+", str(self.model))
-        if not is_name and not folder.is_dir():
+        if not HUB_NAME.fullmatch(str(self.model)) and not folder.is_dir():
             yield f"task.model={self.model}: no such folder"
         if (folder / "adapter_config.json").exists():
             hint = "name the model that they belong to, or one that they were merged into (task.lora.merge=true)"
