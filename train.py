@@ -103,7 +103,7 @@ def fit(run: Run) -> bool:
         gc.collect()  # what building the run has left, which the next line would keep
         collect_only_new_objects()
         stop = StopSignal(run.accelerator, config)
-        checkpoints = CheckpointWriter(run, store, tracker.tell)
+        checkpoints = CheckpointWriter(run, store)
         steps = CountedSteps(training_steps(run, progress.step), stop)
         take_step = CapturedStep(run, train_step) if config.cuda_graphs else train_step
         is_stopping = False
@@ -155,7 +155,7 @@ def fit(run: Run) -> bool:
         checkpoints.close()
         if not is_stopping:
             with explaining_memory("export", run):
-                evaluated = export_model(run, store, tracker.tell)
+                evaluated = export_model(run, store)
             parts.end(tracker.write_summary(evaluated, checkpoints.pause_seconds))
     return not is_stopping
 
@@ -167,7 +167,7 @@ def build(config: Config[Task]) -> Run | None:
     # ------------------------------------------------------------------- processes, and what the run resumes from
     accelerator, launch = build_accelerator(config)
     with open_store(accelerator, config) as store:
-        resume = find_checkpoint(config, store)
+        resume = find_checkpoint(store)
     if resume.is_finished:
         accelerator.print(f"{config.folder}: this run has finished; {resume.progress.end_note(config.early_stopping)}")
         shut_down(accelerator)

@@ -94,6 +94,7 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
         patch.setattr(LocalFileSystem, "exists", lambda *_: False)
         (line,) = refusal(tmp_path / "run", f"--checkpoint.mirror={tmp_path}/mirror")
     assert line == f"checkpoint.mirror={tmp_path}/mirror: not the same place on all machines"
+    assert not any(tmp_path.glob("mirror/mnist/*"))
 
 
 def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_machine_that_shares_no_disk_reads_all_its_files(whole: Whole, tmp_pat
     # what the helpers gather with is this process alone; the other one does not see its disk
     one_of_two = Mock(wraps=Accelerator(cpu=True), process_index=0, num_processes=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("src.checkpoint.mirror.gather_object", lambda own: [*own, False])
+        patch.setattr("src.checkpoint.mirror.gather_object", lambda own: [*own, (False, True)])
         patch.setattr("src.checkpoint.mirror.local_main_process_first", contextlib.nullcontext)
         with mirrored(one_of_two, settings(tmp_path)) as store:
             assert store.first_valid([checkpoint]) == (checkpoint, {})

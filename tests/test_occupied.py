@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from src.checkpoint import output_dir
-from src.checkpoint.output_dir import lock
+from src.checkpoint.output_dir import lock, lock_run
 from src.config.errors import UserError
 from tests.faults.runs import ALL, TINY
 from tests.launching import PROJECT, Whole, mistakes
@@ -109,6 +109,20 @@ def test_one_run_is_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp_
     lock(tmp_path)
     with pytest.raises(ValueError, match="another process is writing this run"):
         lock(tmp_path)
+
+
+def test_runs_whose_checkpoints_are_in_one_place_are_not_written_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each would delete the other's. Tried with the lock of the run's folder alone."""
+    monkeypatch.setattr(output_dir, "PATIENCE_SECONDS", 1)
+    (tmp_path / "disk").mkdir()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoints").symlink_to(tmp_path / "disk")
+    lock_run(tmp_path / "one")
+    with pytest.raises(UserError, match="other/checkpoints: another process is writing this run"):
+        lock_run(tmp_path / "other")
 
 
 NOT_DONE = "runs/{} is not done: resuming it; to start another run, add --run_name=NAME to ARGS\n"

@@ -428,10 +428,10 @@ def small_run(checkpoint: Path, tmp_path: Path) -> dict[Path, bytes]:
 def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ResumePoint]:
     """What a run in the folder goes on from, as often as it is asked."""
     folder, accelerator = tmp_path / "runs" / "run", Accelerator(cpu=True)
-    monkeypatch.setattr(resume, "lock", lambda _: None)  # the lock is held until this process ends
+    monkeypatch.setattr(resume, "lock_run", lambda _: None)  # the lock is held until this process ends
     config = run_settings([f"--output_dir={folder}", "--task.source=digits", *ALL])
     with open_store(accelerator, config) as store:
-        return lambda: resume.find_checkpoint(config, store)
+        return lambda: resume.find_checkpoint(store)
 
 
 def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

@@ -274,7 +274,7 @@ def test_a_copy_of_a_run_gets_an_id_of_its_own(tmp_path: Path) -> None:
         run, notes = Mock(is_main=False), list[str]()
         run.config.folder, run.resume.notes = folder, notes
         run.resume.own_state.return_value = RunState(
-            progress=Progress(), origin=ORIGIN, run_id="theirs", folder=str(saved_in)
+            progress=Progress(), origin=ORIGIN, metrics_bytes=0, run_id="theirs", folder=str(saved_in)
         )
         return Parts(run, []).run_id, notes
 

@@ -36,13 +36,12 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     check.json. Return whether all checks passed. Collective."""
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # TF32's 10 bits would hide small faults
     config, file = run.config, run.config.folder / "check.json"
-    tell = say if run.is_main else lambda *_: None
-    tell(*filter(None, (f"{config.run_name}: checking {run.launch.strategy} x {run.world_size}", run.launch.note)))
+    run.tell(*filter(None, (f"{config.run_name}: checking {run.launch.strategy} x {run.world_size}", run.launch.note)))
     rows = []
     for row in examine(CheckContext(run, train_step, evaluate)):
         rows.append(row)
         for line in lines(row):
-            tell(*wrap(line, 80, subsequent_indent=" " * 18))
+            run.tell(*wrap(line, 80, subsequent_indent=" " * 18))
     failed = [row["check"] for row in rows if row["means"]]
     if run.is_main:
         config.folder.mkdir(parents=True, exist_ok=True)

@@ -90,11 +90,11 @@ def check_checkpoint(context: CheckContext) -> Iterator[Row]:
     context.seed()
     try:
         store = Store(run.accelerator, saved.config)
-        writer = CheckpointWriter(saved, store, run.accelerator.print)
+        writer = CheckpointWriter(saved, store)
         writer.save(metrics_bytes=0, run_id="")
         writer.close()
         left = _continue(context, saved)
-        resume = find_checkpoint(saved.config, store)
+        resume = find_checkpoint(store)
         for optimizer in run.optimizers:
             optimizer.state.clear()  # as in a new process
         restored = replace(saved, resume=resume, progress=resume.progress)

@@ -88,13 +88,14 @@ def check_data(context: CheckContext) -> Iterator[Row]:
     for what, first in (("epoch 1", 0), ("epoch 1, resumed after step 1", 1)):
         steps = training_steps(indexed, first, first + per_epoch)
         yield _as_by_hand(run, what, steps, [*islice(by_hand(first), per_epoch)])
-    others, is_augmented = [], False
+    others, is_augmented, micro_batch_size = [], False, run.config.forward_batch_size(run.data_size)
     for epoch in (0, 1, 2, max(3, run.total_steps // per_epoch - 1)):
-        batch = context.micro_batches(epoch * per_epoch)[0]
-        indices = next(by_hand(epoch * per_epoch))[: run.config.forward_batch_size(run.data_size)]
         augmented = run.task.augmented(run.train_set, [run.config.seed, epoch, 1])
         is_augmented |= augmented is not run.train_set
-        if batch.weight and checksum(batch.data) != checksum(fetch_batch(run.task, augmented, indices)):
+        micro_batches = BatchSampler(next(by_hand(epoch * per_epoch)), micro_batch_size, drop_last=False)
+        drawn = [fetch_batch(run.task, augmented, indices) for indices in micro_batches]
+        found = [batch.data for batch in context.micro_batches(epoch * per_epoch) if batch.weight]
+        if checksum(found) != checksum(drawn):
             others.append(f"epoch {epoch + 1}")
     yield none_differ("the first examples of epochs", others, f"as drawn by hand{', augmented' * is_augmented}")
     less = evaluating_less(context)

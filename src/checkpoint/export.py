@@ -2,7 +2,7 @@
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
@@ -21,10 +21,10 @@ from src.tasks.base import Cards, Metrics, Task, Tensors
 from src.training.run import Run
 
 
-def export_model(run: Run, store: Store, say: Callable[[str], None]) -> Metrics:
+def export_model(run: Run, store: Store) -> Metrics:
     """Write the last or, with export_best, the best weights and a model card into the folder `model`, replacing an
     earlier export. Return the evaluation of these weights. Collective: under FSDP each process has a shard."""
-    evaluated = _load_best(run, store, say) if run.config.checkpoint.export_best else run.progress.evaluation
+    evaluated = _load_best(run, store) if run.config.checkpoint.export_best else run.progress.evaluation
     run.model.eval()
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
     with replacing(folder) if run.is_main else contextlib.nullcontext(incomplete_path(folder.resolve())) as incomplete:
@@ -40,16 +40,16 @@ def export_model(run: Run, store: Store, say: Callable[[str], None]) -> Metrics:
     return evaluated
 
 
-def _load_best(run: Run, store: Store, say: Callable[[str], None]) -> Metrics:
+def _load_best(run: Run, store: Store) -> Metrics:
     """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
     weights, and return the last evaluation. Collective."""
     evaluations, settings = run.progress.evaluations, run.config.checkpoint
     found = store.checkpoints() if run.is_main else []  # only the main process's answer counts
     path, _ = store.first_valid(best_first(found, settings, evaluations))
     if path is None:
-        say("WARNING: no intact checkpoint of a step that was evaluated: exporting the last weights, not the best")
+        run.tell("WARNING: no intact checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return run.progress.evaluation
-    say(f"exporting the best of the intact checkpoints, {path}")
+    run.tell(f"exporting the best of the intact checkpoints, {path}")
     load_tensors(path, run.model)
     return evaluations[step_of(path)]
 

@@ -51,15 +51,16 @@ class MirroredStore(Store):
         (probe,) = broadcast_object_list([probe])
         self._sees_main = (self.folder / probe).exists()
         """Whether this machine has the main process's disk."""
-        if not self._fs.exists(f"{self._root}/{probe}"):
-            raise UserError(f"checkpoint.mirror={config.checkpoint.mirror}: not the same place on all machines")
-        self.is_first = accelerator.is_local_main_process and (accelerator.is_main_process or not self._sees_main)
-        if not all(gather_object([self._sees_main])):
-            self.timeout = timedelta(days=1)  # copies take their time
-            self.shard = 0, 1  # each process verifies all files
+        disks, mirrors = zip(*gather_object([(self._sees_main, self._fs.exists(f"{self._root}/{probe}"))]), strict=True)
         if accelerator.is_main_process:
             (self.folder / probe).rmdir()
             self._fs.rm_file(f"{self._root}/{probe}")
+        if not all(mirrors):
+            raise UserError(f"checkpoint.mirror={config.checkpoint.mirror}: not the same place on all machines")
+        self.is_first = accelerator.is_local_main_process and (accelerator.is_main_process or not self._sees_main)
+        if not all(disks):
+            self.timeout = timedelta(days=1)  # copies take their time
+            self.shard = 0, 1  # each process verifies all files
         self.copier = ThreadPool(1)
         """The copying thread. It does not keep the process from ending, even if it hangs."""
         self._copying: Path | None = None
@@ -74,7 +75,7 @@ class MirroredStore(Store):
         return newest_first({self.folder / path.split("/")[-2] for path in self._fs.glob(f"{self._root}/*/{having}")})
 
     def problems(self, checkpoint: Path) -> list[str]:
-        """Return what is wrong with a checkpoint, once the mirror has replaced it if something was. Collective."""
+        """Return what is wrong with a checkpoint, after replacing it with the mirror's if anything was. Collective."""
         if not (wrong := super().problems(checkpoint)):
             return wrong
         with local_main_process_first(self.accelerator), as_run_error(f"{self.url}: "):
@@ -83,7 +84,7 @@ class MirroredStore(Store):
         return super().problems(checkpoint)
 
     def _fetch(self, checkpoint: Path) -> None:
-        """Put the mirror's checkpoint in place of this disk's, and its log, unless the one here continues that."""
+        """Replace this disk's checkpoint with the mirror's, and the log too, unless the one here continues it."""
         incomplete = incomplete_path(checkpoint)
         new_folder(incomplete)
         self._fs.get(f"{self._root}/{checkpoint.name}/*", f"{incomplete}/")
@@ -156,7 +157,7 @@ class MirroredStore(Store):
 
 @contextlib.contextmanager
 def mirrored(accelerator: Accelerator, config: Config) -> Iterator[Store]:
-    """Open the store of a run, which may have a mirror. Unless the run fails, wait for the copies in the end.
+    """Open the store of a run, which may have a mirror. Unless the run fails, wait for the copies at the end.
     Collective."""
     if not (config.checkpoint.mirror and config.saves):
         yield Store(accelerator, config)

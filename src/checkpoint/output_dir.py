@@ -99,6 +99,14 @@ def _write_errors(folder: Path) -> Iterator[str]:
             yield f"output_dir={folder}: cannot write to {path}, {error.strerror}; choose another --output_dir"
 
 
+def lock_run(folder: Path) -> None:
+    """Lock an output folder and its checkpoints, if those are on another disk: two runs must not share them either."""
+    lock(folder)
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_symlink():
+        lock(checkpoints)
+
+
 def lock(folder: Path) -> None:
     """Lock a folder until this process ends. Raise a UserError if another process on this machine still holds the lock
     after PATIENCE_SECONDS, or the file that is locked is a link or another user's."""

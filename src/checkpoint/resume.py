@@ -12,7 +12,7 @@ from torch import nn
 from src.checkpoint.compatibility import note_changes, read_state, require_full_log, require_same_origin
 from src.checkpoint.files import parent_checkpoint, remove_incomplete, saved_settings
 from src.checkpoint.integrity import Damaged, quarantine
-from src.checkpoint.output_dir import folder_errors, lock
+from src.checkpoint.output_dir import folder_errors, lock_run
 from src.checkpoint.rng import random_file, restore_random_state
 from src.checkpoint.status import answer_at_start
 from src.checkpoint.store import Store
@@ -51,18 +51,19 @@ def origin_of(
     )
 
 
-def find_checkpoint(config: Config, store: Store) -> ResumePoint:
+def find_checkpoint(store: Store) -> ResumePoint:
     """Find the newest valid checkpoint in the store or else the one to branch off from. Collective.
 
     Raises:
         UserError: the run must not write into its output folder, no checkpoint is valid, or changed settings make this
             a different run.
     """
-    point, is_main = ResumePoint(), store.accelerator.is_main_process
+    config, is_main = store.config, store.accelerator.is_main_process
+    point = ResumePoint()
     if config.mode != "check":
         is_writer = is_main and config.saves
         if is_writer:
-            lock(config.folder)
+            lock_run(config.folder)
         candidates = store.checkpoints() if is_main else []  # only the main process's answer counts
         if is_writer:
             # check again: whoever held the lock may have written there

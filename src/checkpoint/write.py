@@ -4,7 +4,6 @@ import contextlib
 import json
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,13 +35,13 @@ HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
 class CheckpointWriter:
     """Writes the checkpoints of a run, one after the other. All processes make the same calls."""
 
-    def __init__(self, run: Run, store: Store, say: Callable[[str], None]) -> None:
-        """Prepare to write checkpoints of `run` into `store`. `say` prints a line on the main process."""
+    def __init__(self, run: Run, store: Store) -> None:
+        """Prepare to write checkpoints of `run` into `store`."""
         self.newest = run.resume.checkpoint
         """The last checkpoint; None: there is none yet."""
         self.pause_seconds = 0.0
         """Total seconds that saves have paused training."""
-        self._run, self._store, self._say = run, store, say
+        self._run, self._store = run, store
         self._group: Any = None
         if torch.distributed.is_initialized():
             # a group of its own: collectives of the background thread must not mix with the loop's
@@ -59,8 +58,8 @@ class CheckpointWriter:
                 store.rotate(run.progress.evaluations)  # the settings may keep fewer than before
 
     def save(self, metrics_bytes: int, run_id: str) -> None:
-        """Start writing a checkpoint of the current state, after the previous one is done. The main process knows the
-        length of metrics.jsonl, and the id under which the run is logged."""
+        """Start writing a checkpoint of the current state, after the previous one is done. Only the main
+        process's arguments count: the length of metrics.jsonl, and the id under which the run is logged."""
         started = time.perf_counter()
         self.poll(wait=True)
         run = self._run
@@ -100,10 +99,10 @@ class CheckpointWriter:
         except CheckpointException as error:  # a process could not write
             says = cause(next(iter(error.failures.values()))[0])
             kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
-            self._say(f"WARNING: no checkpoint of step {writer.state.progress.step}: {says}; {kept}")
+            self._run.tell(f"WARNING: no checkpoint of step {writer.state.progress.step}: {says}; {kept}")
         else:
             self.newest = writer.checkpoint
-            self._say(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
+            self._run.tell(f"checkpoint {self.newest} (paused {1000 * pause:,.0f} ms)")
         if self._run.accelerator.is_local_main_process:
             discard(writer.folder)  # if it was not published on this machine
 

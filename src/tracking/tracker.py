@@ -4,7 +4,6 @@ import contextlib
 import os
 import shlex
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from src.checkpoint.files import json_text, parent_checkpoint, planted, saved_se
 from src.checkpoint.status import write_status, write_stopped, write_unfinished
 from src.config.errors import naming, raise_if_any
 from src.config.settings import write_yaml
-from src.config.terminal import bar, masked, say
+from src.config.terminal import bar, masked
 from src.distributed.accelerator import peak_memory
 from src.tasks.base import Metrics, Tables
 from src.tracking.part import Entry
@@ -35,8 +34,6 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         """Open the log, and print what is about to run. `where`: where parts log the run, by title."""
         self._run, self.folder = run, run.config.folder
         self._skipped, self._status = run.progress.skipped, ""
-        self.tell: Callable[..., None] = say if run.is_main else lambda *_: None
-        """Print lines, on the main process."""
         if run.is_main:
             trackers = {title: masked(text) for title, text in where.items() if text}  # secrets in a server's URL
             self._session = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
@@ -86,7 +83,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         if run.is_log_due():  # not at the run's end: if it is extended, the interval continues
             progress.end_interval()
         if progress.skipped > self._skipped and not run.is_fp16:  # in fp16 it is part of finding the loss scale
-            self.tell(f"WARNING: steps skipped so far because of non-finite gradients: {progress.skipped}")
+            run.tell(f"WARNING: steps skipped so far because of non-finite gradients: {progress.skipped}")
         self._skipped = progress.skipped
         self._show(metrics)
         return self._log(metrics | measured, {})
@@ -100,7 +97,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._status = f"loss {loss}  {speed}"
         if self._bar.disable:
             eta = tqdm.format_interval(self._run.progress.seconds / step * (total - step))
-            self.tell(f"step {step:>6,}/{total:,}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
+            self._run.tell(f"step {step:>6,}/{total:,}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
 
     def log_evaluation(self, evaluation: Evaluation) -> Logged:
         """Log an evaluation made after the latest step."""
@@ -108,11 +105,11 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         if not run.is_main:
             return {}, {}
         tables = run.task.tables(evaluation.outputs, run.eval_set)
-        self.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
+        run.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
         return self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
 
     def sync(self) -> int:
-        """Flush metrics.jsonl to disk. Return its length on the main process, from where a resumed run continues it."""
+        """Flush metrics.jsonl to disk. Return its length, where a resumed run continues it; 0 on other processes."""
         if not self._run.is_main:
             return 0
         self._bar.set_description_str("saving")
@@ -159,7 +156,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._bar.set_description_str(self._status)
         self._bar.close()
         early = run.config.early_stopping
-        self.tell(
+        run.tell(
             f"done in {tqdm.format_interval(progress.seconds)}: {evaluation_line(evaluation)}",
             *([progress.end_note(early)] if progress.is_out_of_patience(early) else []),
             f"  model      {shlex.quote(str(self.folder / 'model'))}",

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from src.config.config import Config
 from src.config.errors import UserError, raise_if_any
+from src.config.terminal import say
 from src.distributed.accelerator import (
     COMPUTE_DTYPES,
     TUNERS,
@@ -114,6 +115,11 @@ class Run:
     @cached_property
     def schedule(self) -> Schedule:
         return Schedule(self.config.schedule_steps(len(self.train_set)), self.steps_per_epoch)
+
+    def tell(self, *lines: str) -> None:
+        """Print lines, on the main process."""
+        if self.is_main:
+            say(*lines)
 
     def is_evaluation_due(self) -> bool:
         """Return whether an evaluation is due after this step and has not been done yet."""

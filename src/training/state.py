@@ -40,11 +40,11 @@ class RunState:
     format_version: int = FORMAT_VERSION
     progress: Progress
     origin: RunInputs
-    metrics_bytes: Count = 0
+    metrics_bytes: Count
     """Length of metrics.jsonl."""
-    run_id: str | None = None
+    run_id: str | None
     """The id under which trackers resume the run."""
-    folder: str = ""
+    folder: str
     """Absolute path of the output folder."""
 
 

@@ -76,7 +76,7 @@ def found(folder: Path, *arguments: str) -> ResumePoint:
     accelerator = Accelerator(cpu=True)
     config = run_settings([f"--output_dir={folder}", "--task.source=digits", *TINY, *arguments])
     with open_store(accelerator, config) as store:
-        return find_checkpoint(config, store)
+        return find_checkpoint(store)
 
 
 def refusal(folder: Path, *arguments: str) -> list[str]:
