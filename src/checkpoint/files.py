@@ -83,7 +83,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Return those of the paths that have the name of a checkpoint, sorted by step."""
+    """Return those of the paths that have the name of a checkpoint, newest first."""
     return sorted((path for path in paths if is_checkpoint_name(path.name)), key=step_of, reverse=True)
 
 
@@ -98,8 +98,7 @@ def incomplete_path(path: Path) -> Path:
 
 
 def make_readable(folder: Path) -> None:
-    """Let those read the weights who can read the folder: safetensors ignores the umask and lets only the owner
-    read."""
+    """Let whoever can read the folder read the weights: safetensors ignores the umask and lets only the owner read."""
     for file in folder.rglob("*.safetensors"):
         with contextlib.suppress(OSError):  # some file systems, such as blobfuse, have no permissions
             file.chmod(file.stat().st_mode | folder.stat().st_mode & 0o666)

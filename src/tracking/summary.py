@@ -5,7 +5,7 @@ from typing import Any
 from src.config.config import Config
 from src.config.environment import processes
 from src.config.groups import Optim
-from src.config.settings import flatten
+from src.config.settings import flatten, write_yaml
 from src.config.terminal import say
 from src.training.batches import epoch_order, epoch_seed
 from src.training.run import Run
@@ -52,7 +52,8 @@ def _optimizer(config: Config) -> str:
     """Return the settings of the optimizer that matter most, with * after each default."""
     own = config.task.run_defaults(dict(flatten(config.model_dump())))
     values, defaults = dict(config.optim), {f"optim.{name}": value for name, value in Optim()} | own
-    settings = (f"{name}={values[name]}{'*' * (values[name] == defaults[f'optim.{name}'])}" for name in SHOWN)
+    shown = {name: write_yaml(values[name], is_in_one_line=True).splitlines()[0] for name in SHOWN}
+    settings = (f"{name}={text}{'*' * (values[name] == defaults[f'optim.{name}'])}" for name, text in shown.items())
     return f"{', '.join(settings)}  (* the default)"
 
 

@@ -25,8 +25,6 @@ from src.config.wandb import Keep
 from src.tasks.base import PICTURE
 from src.tracking.part import Entry, Part, Tables
 
-logging.getLogger("opentelemetry.sdk").setLevel(logging.ERROR)  # W&B shuts it down twice on Python 3.14
-
 
 class WandbPart(Part):
     """Logs a run to W&B."""
@@ -39,6 +37,7 @@ class WandbPart(Part):
     def start(self) -> None:
         """Start or, by its id, resume the run; offline if online fails."""
         logging.raiseExceptions = False  # W&B's log on a full disk: 30 lines for each record that cannot be written
+        logging.getLogger("opentelemetry.sdk").setLevel(logging.ERROR)  # W&B shuts it down twice on Python 3.14
         for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value]:
             del os.environ[name]  # which W&B would refuse
         self._logged: set[Path] = set()  # checkpoints
@@ -87,15 +86,15 @@ class WandbPart(Part):
         run.define_metric("*", step_metric="step")  # W&B's own counter would drop steps after a resume
 
     def log(self, entry: Entry, tables: Tables) -> None:
+        content = {**entry}
         for name, rows in tables.items():
             cells = [[self._cell(row, value) for value in row.values()] for row in rows]
-            table = self._wandb.Table(columns=[*rows[0]], data=cells)
-            entry = entry | {name: table}
+            table = content[name] = self._wandb.Table(columns=[*rows[0]], data=cells)
             # pictures once more, for a panel of them with a slider over the steps
             for column in rows[0]:
                 if images := [cell for cell in table.get_column(column) if isinstance(cell, self._wandb.Image)]:
-                    entry[f"{name}/{column}"] = images
-        self._wandb_run.log(entry)
+                    content[f"{name}/{column}"] = images
+        self._wandb_run.log(content)
         self._save_checkpoints()
 
     def end(self, summary: Entry | None, crash: str | None) -> None:

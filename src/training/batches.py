@@ -231,11 +231,11 @@ def _load(
     sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.data_rank, run.data_size)
     # workers read ahead of the steps that their batches make up
     steps, ahead = tee(sampler.steps())
-    fetched = (sampler.to_fetch(indices) for step in ahead for indices in step)
+    wanted = (sampler.to_fetch(indices) for step in ahead for indices in step)
     # no DataLoader: its overhead per batch takes as long as a small model's step
-    batches: Iterator[Any] = (fetch_batch(config.task, dataset, indices) for indices in fetched)
+    batches: Iterator[Any] = (fetch_batch(config.task, dataset, indices) for indices in wanted)
     if config.num_workers > 0:
-        batches = load_in_workers(config, dataset, fetched, run.data_rank, epoch)
+        batches = load_in_workers(config, dataset, wanted, run.data_rank, epoch)
     for step in steps:
         # without indices the batch is a dummy: it has an example, but that counts for nothing
         yield [to_micro_batch(config.task, next(batches), len(indices)) for indices in step]
