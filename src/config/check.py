@@ -5,7 +5,7 @@ from src.config.settings import ResumeSafe
 
 
 class CheckSettings(RunSettings):
-    """Whether to check the run."""
+    """Adds `--check`, which checks the run instead of training."""
 
     check: ResumeSafe[bool] = False
     """Check that this run would be correct, instead of training; `--check` is enough: docs/check.md."""

@@ -18,7 +18,7 @@ is alone."""
 
 
 class LaunchEnv:
-    """What the launcher asks of this process, by environment variables; a single process without a launcher."""
+    """Reads from environment variables what the launcher asks of this process; by default, to run alone."""
 
     def __init__(self) -> None:
         self.world_size = _size("WORLD_SIZE")

@@ -73,7 +73,7 @@ class Optim(Settings):
 
 
 class Checkpoint(Settings):
-    """Which checkpoints to keep, and which one to export."""
+    """Configures which checkpoints to keep, and which one to export."""
 
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
@@ -95,7 +95,7 @@ class Checkpoint(Settings):
 
 
 class EarlyStopping(Settings):
-    """When to stop before the last step, because a metric no longer improves."""
+    """Configures when to stop before the last step, because a metric no longer improves."""
 
     metric: str | None = None
     """Evaluation metric to watch, such as eval/loss; null: no early stopping."""

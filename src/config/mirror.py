@@ -6,13 +6,13 @@ from src.config.settings import ResumeSafe
 
 
 class MirroredCheckpoint(Checkpoint):
-    """Which checkpoints to keep, which one to export, and where to copy them."""
+    """Configures which checkpoints to keep, which one to export, and where to copy them."""
 
     mirror: str | None = None
     """Folder or fsspec URL (s3://…, hf://…) to copy checkpoints to, under run_name; null: none."""
 
 
 class MirrorSettings(RunSettings):
-    """Where to copy checkpoints."""
+    """Adds the place that checkpoints are copied to."""
 
     checkpoint: ResumeSafe[MirroredCheckpoint] = MirroredCheckpoint()

@@ -12,7 +12,7 @@ Tracker = Literal[
 
 
 class TrackerSettings(RunSettings):
-    """Where to log the run."""
+    """Adds the trackers that a run is logged to."""
 
     trackers: ResumeSafe[list[Tracker]] = []
     """Where to log besides metrics.jsonl: wandb, trackio, tensorboard."""

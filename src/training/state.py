@@ -50,7 +50,7 @@ class RunState:
 
 @dataclass(kw_only=True)
 class ResumePoint:
-    """Where a run resumes."""
+    """Holds where a run resumes."""
 
     checkpoint: Path | None = None
     """Folder of the checkpoint; None: the run starts from scratch."""

@@ -33,7 +33,7 @@ ORIGINAL_HEAD, TRAINED_HEAD = ".original_module.", ".modules_to_save.default."
 
 
 class Fit(NamedTuple):
-    """How the weights in a checkpoint's files fit a model: sets of names."""
+    """Holds how the weights in a checkpoint's files fit a model, as sets of names."""
 
     absent: set[str]
     """The model's weights that the files lack or have in another shape."""
