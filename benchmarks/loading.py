@@ -41,9 +41,9 @@ from benchmarks.runs import Side, launch
 from src.config.config import config_from
 from src.distributed.accelerator import build_accelerator, prepare
 from src.tasks import TASKS
+from src.tasks.text.adapters import base_model
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.meta_loading import start_heads, weight_files
-from src.tasks.text.model import without_adapters
+from src.tasks.text.load import weight_files
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import byte_tokenizer
 
@@ -81,7 +81,7 @@ def mapped(task: Any, accelerator: Accelerator) -> Any:
     model = task.auto_class.from_pretrained(
         task.model, config=task._config, dtype="auto", ignore_mismatched_sizes=True, trust_remote_code=False
     )
-    return prepare(accelerator, task.finish(model)).float()
+    return prepare(accelerator, task.wrap(model)).float()
 
 
 def broadcast(task: Any, accelerator: Accelerator, tensors_at_once: int = 1) -> Any:
@@ -121,7 +121,7 @@ def distributed_config(task: Any, accelerator: Accelerator) -> Any:
     how: dict[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True}
     how["distributed_config"] = DistributedConfig(fsdp_size=accelerator.num_processes)
     model = task.auto_class.from_pretrained(task.model, config=task._config, **how, trust_remote_code=False)
-    return prepare(accelerator, task.finish(model))
+    return prepare(accelerator, task.wrap(model))
 
 
 def tensors_in(task: Any) -> Iterator[tuple[str, str]]:
@@ -133,8 +133,8 @@ def tensors_in(task: Any) -> Iterator[tuple[str, str]]:
 
 def names_in_files(model: Any) -> dict[str, str]:
     """Return the names of the model's weights by those that they have without adapters."""
-    own = [name for name in model.state_dict() if ".lora_" not in name and ".modules_to_save." not in name]
-    return {re.sub(r"^lm\.|base_model\.model\.|base_layer\.|original_module\.", "", name): name for name in own}
+    own = [name for name in model.state_dict() if ".lora_" not in name]
+    return {re.sub(r"^lm\.|base_model\.model\.|base_layer\.", "", name): name for name in own}
 
 
 WAYS = {way.__name__: way for way in (ours, whole, mapped, broadcast, broadcast_all, dcp, distributed_config)}
@@ -185,9 +185,7 @@ def measured(way: Any, kind: str, folder: Path, accelerator: Accelerator) -> dic
     watcher.start()
     try:
         model = way(task, accelerator)
-        core = without_adapters(task._core(model))
-        start_heads(core)
-        core.tie_weights()
+        base_model(task.hf_model(model)).tie_weights()
     except Exception as error:  # both processes have it
         return {"error": f"{type(error).__name__}: {error}"[:200]}
     finally:

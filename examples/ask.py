@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from src.checkpoint.files import write_text
 from src.config.errors import UserError, as_user_error
 from src.distributed.process import exit_codes
-from src.tasks.text.model import load_exported
+from src.tasks.text.load import load_exported
 
 MAX_TOKENS = 64
 """Maximum number of tokens in an answer."""

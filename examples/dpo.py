@@ -25,7 +25,8 @@ from src.config.errors import UserError
 from src.config.settings import Values
 from src.tasks.base import Counts
 from src.tasks.text.chats import Chat, ChatEncoder, as_tools
-from src.tasks.text.model import Decoder, fsdp_blocks, load_exported
+from src.tasks.text.fine_tuning import Decoder
+from src.tasks.text.load import fsdp_blocks, load_exported
 from src.tasks.text.reading import PART_NAMES, as_json, as_text
 from src.tasks.text.tokenizing import Chunker
 
@@ -113,7 +114,7 @@ class Dpo(Decoder):
     """Penalty on the policy for departing from the reference."""
     sequence_length: PositiveInt = 256
     """Maximum number of tokens that the model sees. Longer answers are truncated."""
-    core_name: ClassVar[str] = "policy"
+    hf_name: ClassVar[str] = "policy"
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "chosen_log_ratio", "rejected_log_ratio")
 
     def validation_errors(self) -> Iterator[str]:
@@ -131,7 +132,7 @@ class Dpo(Decoder):
             raise UserError(f"{kind} sees the tokens that it has to predict, as an encoder does: name a decoder")
         return model
 
-    def finish(self, model: Any) -> PolicyAndReference:
+    def wrap(self, model: Any) -> PolicyAndReference:
         return PolicyAndReference(model)
 
     def build_empty_model(self) -> None:

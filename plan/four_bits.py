@@ -8,7 +8,7 @@ from accelerate.utils import DistributedType
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from src.tasks.text.model import four_bits, require_four_bits
+from src.tasks.text.adapters import four_bits, require_four_bits
 
 
 def give_four_bits(model: Any) -> None:

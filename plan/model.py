@@ -21,7 +21,7 @@ def build_skeleton(task: Any) -> nn.Module:
         model = task.model_from_config()
     if task.base_dtype == "nf4":
         import_module("plan.four_bits").give_four_bits(model)  # needs bitsandbytes
-    return task.finish(model)
+    return task.wrap(model)
 
 
 def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:

@@ -24,7 +24,7 @@ from plan.measure import Setup, environment_for
 from plan.search import explore
 from src.config.config import load_config
 from src.tasks import TASKS
-from src.tasks.text.model import new_config
+from src.tasks.text.load import new_config
 from src.tasks.text.tokenizing import byte_tokenizer
 
 GB, GIB = 1e9, 2**30

@@ -22,7 +22,8 @@ from src.checkpoint.load import find_model, is_checkpoint_folder
 from src.config.errors import UserError, as_user_error
 from src.config.terminal import visible
 from src.distributed.process import exit_codes
-from src.tasks.text.model import load_exported, max_length, set_ends
+from src.tasks.text.export import set_eos_token_ids
+from src.tasks.text.load import load_exported, max_length
 from src.tasks.text.tokenizing import CHAT_TEMPLATE
 from src.tools.checkpoints import export_checkpoint
 
@@ -71,7 +72,7 @@ def load_with_tokenizer(source: str) -> tuple[Any, Any]:
         model = load_exported(folder).to(PartialState().device).eval()
         with as_user_error(f"{source}: no tokenizer, "):
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        set_ends(model, tokenizer)  # adapters made elsewhere may lack them
+        set_eos_token_ids(model, tokenizer)  # adapters made elsewhere may lack them
         return model, tokenizer
 
 

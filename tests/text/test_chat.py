@@ -26,7 +26,7 @@ from src.config import terminal
 from src.config.errors import RunError, UserError
 from src.config.terminal import visible
 from src.tasks.text import files
-from src.tasks.text.meta_loading import weight_files
+from src.tasks.text.load import weight_files
 from src.tools.generate import main  # room: tools
 from tests.launching import BIN, PROJECT, Launch, Whole, mistakes
 from tests.text import tiny

@@ -23,7 +23,7 @@ from src.config.config import changed_settings, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools
-from src.tasks.text.model import save
+from src.tasks.text.export import save
 from src.tasks.text.packing import pack
 from src.tasks.text.reading import as_text
 from src.tasks.text.text_classification import TextClassification

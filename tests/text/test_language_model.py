@@ -26,8 +26,8 @@ from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from src.config.errors import UserError
 from src.tasks.base import TaskState
 from src.tasks.text import causal_lm, loss
+from src.tasks.text.adapters import add_adapters
 from src.tasks.text.loss import CHUNK_ON_GPU, LanguageModel, failure, linear_cross_entropy, require_decoder
-from src.tasks.text.model import add_adapters
 from src.tasks.text.settings import Lora
 from src.training.transforms import transform
 from tests.launching import slow
@@ -96,7 +96,7 @@ def test_the_loss_is_that_of_the_models_own_logits(monkeypatch: pytest.MonkeyPat
     model = build("llama" if "adapters" in kind else kind)
     if "adapters" in kind:
         lora = Lora(r=2, target_modules=["q_proj", "lm_head"])
-        model = LanguageModel(add_adapters(lora, model.hf, None, task_type="CAUSAL_LM"))
+        model = LanguageModel(add_adapters(lora, model.hf))
     for name, parameter in model.named_parameters():
         if "lora" in name or "bias" in name:  # they begin with zeros
             torch.nn.init.normal_(parameter, std=0.1)
@@ -202,7 +202,7 @@ def test_adapters_say_from_anywhere_which_model_they_belong_to(tmp_path: Path, m
     Path("base").mkdir()
     for name, expected in (("base", f"{tmp_path}/base"), ("team/base", "team/base")):
         model = build("llama", name_or_path=name).hf
-        adapted: Any = add_adapters(Lora(r=2), model, "v2", task_type="CAUSAL_LM")
+        adapted: Any = add_adapters(Lora(r=2), model, "v2")
         config = adapted.peft_config["default"]
         assert (config.base_model_name_or_path, config.revision) == (expected, "v2")
 
@@ -272,7 +272,7 @@ def test_the_operations_of_a_step_are_those_that_torch_counts(kind: str, fields:
 
 def test_frozen_weights_take_no_gradients_of_their_own() -> None:
     """Within 2%: that of the first layer's input is counted. Tried with all weights taken for trained: 33% off."""
-    lm = add_adapters(Lora(r=4), build("llama", num_hidden_layers=16).hf, None, task_type="CAUSAL_LM")
+    lm = add_adapters(Lora(r=4), build("llama", num_hidden_layers=16).hf)
     torchs, ours = counted(LanguageModel(lm), 16)
     assert ours == pytest.approx(torchs, rel=0.02)
 

@@ -31,7 +31,7 @@ from src.config.errors import UserError
 from src.distributed.accelerator import RunSetup, build_accelerator
 from src.tasks import TASKS
 from src.tasks.base import TaskState, Tensors
-from src.tasks.text.model import load_exported
+from src.tasks.text.load import load_exported
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.training.run import begin_task, prepare_model

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from src.config.errors import UserError
 from src.config.groups import Optim
 from src.tasks.base import TaskState
-from src.tasks.text.model import load_exported
+from src.tasks.text.load import load_exported
 from src.training.optim import build_optimizers
 from tests.faults.runs import cut_back, whole_tensors
 from tests.launching import Launch, Run, slow

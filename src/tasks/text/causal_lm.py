@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, as_user_error
 from src.tasks.base import Counts, Tables, Tensors
+from src.tasks.text.adapters import add_embeddings, add_tokens
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
 from src.tasks.text.context_parallel import register, shard_batch
+from src.tasks.text.fine_tuning import Decoder
+from src.tasks.text.load import load_exported
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
-from src.tasks.text.model import Decoder, add_rows, add_tokens, load_exported
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack
 from src.tasks.text.reading import ROW, Encoder, Encoders, Source, as_text
 from src.tasks.text.settings import CausalLMSettings
@@ -40,7 +42,7 @@ class CausalLM(CausalLMSettings, Decoder):
 
     next_step: ClassVar[tuple[str, str]] = "talk", "src.tools.generate"
     splits_sequences: ClassVar[bool] = True
-    core_name: ClassVar[str] = "lm"
+    hf_name: ClassVar[str] = "lm"
     _columns: Columns = PrivateAttr(default_factory=dict)
 
     def _choose_attention(self) -> str:
@@ -65,7 +67,7 @@ class CausalLM(CausalLMSettings, Decoder):
     def load_model(self) -> Any:
         model = super().load_model()
         if self.new_tokens:
-            self._trained_rows = add_rows(model, self._tokenizer, self.new_tokens)
+            self._trained_rows = add_embeddings(model, self._tokenizer, self.new_tokens)
         return model
 
     def build_empty_model(self) -> Any:
@@ -73,7 +75,7 @@ class CausalLM(CausalLMSettings, Decoder):
             return None  # their rows start as the mean of all others, which no process would have
         return super().build_empty_model()
 
-    def finish(self, model: Any) -> LanguageModel:
+    def wrap(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing, self.sequence_length)
         attention = self._choose_attention()
         return LanguageModel(self.with_adapters(model), attention)

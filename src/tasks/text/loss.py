@@ -20,7 +20,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 from src.config.errors import UserError, cause
 from src.tasks.base import num_weights
-from src.tasks.text.model import fsdp_blocks, without_adapters
+from src.tasks.text.adapters import base_model
+from src.tasks.text.load import fsdp_blocks
 
 IGNORED_KWARGS = {"cu_seq_lens_k", "max_length_k", "position_ids", "is_causal"}
 """Arguments of attention functions that do not change a decoder's attention within a document."""
@@ -238,7 +239,7 @@ class LanguageModel(nn.Module):
     @property
     def hf(self) -> Any:
         """Return the PreTrainedModel."""
-        return without_adapters(self.lm)
+        return base_model(self.lm)
 
     @cached_property
     def flops(self) -> tuple[int, int, int] | None:

@@ -18,7 +18,8 @@ from src.config.errors import UserError, listed
 from src.tasks import load_metric
 from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
-from src.tasks.text.model import FineTuning, check_fit
+from src.tasks.text.fine_tuning import FineTuning
+from src.tasks.text.load import check_length, load_tokenizer, with_dropout
 from src.tasks.text.packing import Batch
 from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
@@ -137,16 +138,16 @@ class TextClassification(TextClassificationSettings, FineTuning):
         config.use_cache = False  # a decoder's cache would get the keys again when activations are recomputed
         return config
 
-    def finish(self, model: Any) -> Any:
+    def wrap(self, model: Any) -> Any:
         # T5 and BART tie the embeddings of encoder and decoder to a third: as one module they are in one FSDP unit, as
         # a weight must be (accelerate issue 4171 is about tied inputs and outputs)
         model.set_input_embeddings(model.get_input_embeddings())
-        return super().finish(model)
+        return super().wrap(model)
 
     @cached_property
     def _own_config(self) -> PreTrainedConfig:
-        config = self.load_model_config()
-        self.state.remarks += check_fit(self.sequence_length, config, self._tokenizer)
+        config = with_dropout(self._load_config(), self.dropout)
+        check_length(self.sequence_length, config, self._tokenizer, self.state.remarks)
         if config.problem_type in ("regression", "multi_label_classification"):
             hint = "which this task is not: a row has one label (to change that, remove problem_type from a copy)"
             raise UserError(f"task.model={self.model}: its config.json says {config.problem_type}, {hint}")
@@ -154,7 +155,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        tokenizer = self.load_tokenizer()
+        tokenizer = load_tokenizer("model", self.model, self.revision)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return tokenizer
 
@@ -198,7 +199,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
         labels = list((exported._own_config.id2label or {}).values())
         self.state.data["labels"] = exported.state.data["labels"] = labels
         # the data are read with the export's tokenizer and config, not with those of task.model
-        vars(self).update(_tokenizer=exported._tokenizer, _own_config=exported._own_config)
+        self._tokenizer, self._own_config = exported._tokenizer, exported._own_config
         return exported.build_model()
 
     def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:

@@ -1,0 +1,131 @@
+"""What adapts a model: LoRA, frozen weights in 4 bits, and embeddings of new tokens."""
+
+import os
+import re
+import warnings
+from importlib import import_module
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from src.config.errors import UserError, as_user_error, listed, raise_if_any
+from src.requirements import missing_requirements
+from src.tasks.text.settings import Lora
+
+
+def add_adapters(
+    lora: Lora,
+    model: Any,
+    revision: str | None = None,
+    base_dtype: str | None = None,
+    has_new_head: bool = False,
+    trained_rows: dict[str, list[int]] | None = None,
+) -> Any:
+    """Return a PreTrainedModel, of this revision on the Hub, with new adapters. Its own weights are frozen in
+    `base_dtype`, except for a classifier's head and `trained_rows`, rows of layers by their names. Raise a UserError if
+    `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
+    peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in layers)]
+    if absent:
+        raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
+    name = model.name_or_path
+    config = peft.LoraConfig(
+        # the adapters have to load from any folder
+        base_model_name_or_path=os.path.abspath(name) if os.path.isdir(name) else name,
+        revision=revision,
+        task_type="SEQ_CLS" if has_new_head else "CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules or "all-linear",
+        exclude_modules=lora.exclude_modules,
+        trainable_token_indices=trained_rows,
+    )
+    head = [weight for name, weight in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
+        merges = lora.merge or has_new_head
+        warnings.filterwarnings("error" if merges else "ignore", "Model has `tie_word_embeddings=True`")
+        try:
+            with as_user_error("task.lora.target_modules, exclude_modules: ", (ValueError, TypeError, re.error)):
+                adapted = peft.PeftModel(model, config)
+        except UserWarning as error:
+            says = "adapters of a layer that shares its weights with another are added to both when they are merged"
+            raise UserError(f"task.lora.target_modules: {says}; leave it out, or set merge=false") from error
+    for layer in adapted.modules():
+        if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
+            layer.to_empty(device="cpu", recurse=False)
+    for layer in adapted.modules():
+        if hasattr(layer, "reset_lora_parameters"):  # again, as peft loses the values on the meta device
+            layer.reset_lora_parameters("default", init_lora_weights=True)
+    for weight in head if has_new_head else ():
+        weight.requires_grad = True
+    for weight in adapted.parameters() if base_dtype in ("bf16", "nf4") else ():
+        if weight.is_floating_point() and not weight.requires_grad:
+            weight.data = weight.data.bfloat16()
+    return adapted
+
+
+def base_model(model: Any) -> Any:
+    """Return the model itself; if it has adapters, they stay inside its layers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+# ---------------------------------------------------------------------------------------------------------- four bits
+def require_four_bits(is_sharded: bool) -> None:
+    """Raise a UserError if weights can't be kept in 4 bits, because of FSDP or what is installed."""
+    setting = "task.lora.base_dtype=nf4"
+    raise_if_any(f"{setting}: {line}" for line in missing_requirements("nf4"))
+    if is_sharded:
+        # FSDP would gather the bytes without the scales that they are read with
+        hint = "use accelerate_configs/ddp.yaml or single_gpu.yaml, or task.lora.base_dtype=bf16"
+        raise UserError(f"{setting}: FSDP cannot shard 4-bit weights (bitsandbytes issue 1945); {hint}")
+
+
+def four_bits(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Return how weights are quantized for `task.lora.base_dtype=nf4`."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- new tokens
+def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
+    """Add special tokens to the tokenizer. Raise a UserError if it has one of them already."""
+    if known := listed(sorted(tokenizer.get_vocab().keys() & tokens)):
+        raise UserError(f"task.new_tokens: {known}: the tokenizer has it already; leave it out")
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+
+
+def add_embeddings(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: list[str]
+) -> dict[str, list[int]]:
+    """Add rows for these tokens, which the tokenizer has, to the model's first and last layer; return the rows by
+    layer, as peft takes them: for tied layers, only the first.
+
+    A row starts as the mean of the rows of all tokens before, so that its token is neither likely nor unlikely (Hewitt
+    2021, https://www.cs.columbia.edu/~johnhew/vocab-expansion.html).
+    """
+    resize_embeddings(model, len(tokenizer))
+    rows = tokenizer.convert_tokens_to_ids(tokens)
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    layers: list[Any] = [embedding] if head.weight is embedding.weight else [embedding, head]
+    for layer in layers:
+        with torch.no_grad():
+            layer.weight[rows] = layer.weight[: min(rows)].mean(0)
+    return {names[layer]: rows for layer in layers}
+
+
+def resize_embeddings(model: PreTrainedModel, num_tokens: int) -> None:
+    """Add rows to the model's first and last layer if it has fewer than there are tokens; many models have some to
+    spare."""
+    embedding: Any = model.get_input_embeddings()
+    if embedding.num_embeddings < num_tokens:
+        model.resize_token_embeddings(num_tokens, mean_resizing=False)

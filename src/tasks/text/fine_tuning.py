@@ -1,0 +1,278 @@
+"""The tasks that train a transformers model on text, from scratch or fine-tuned, with or without adapters."""
+
+import copy
+import math
+from abc import abstractmethod
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import get_int_from_env
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+from src.config.errors import UserError, as_user_error, listed, raise_if_any
+from src.tasks.base import Cards, FillWeights, TaskState, Tensors
+from src.tasks.text.adapters import add_adapters, base_model, require_four_bits
+from src.tasks.text.export import drop_settings_without_effect, gather, is_only_renamed, save, save_sharded
+from src.tasks.text.files import loading
+from src.tasks.text.load import (
+    Fit,
+    StoredTensor,
+    check_length,
+    empty_pretrained,
+    fill_shards,
+    fsdp_blocks,
+    load_config,
+    load_tokenizer,
+    new_config,
+    quantization_of,
+    read_generation_config,
+    read_model,
+    stored_tensors,
+    weight_files,
+    with_dropout,
+    without_scales,
+)
+from src.tasks.text.reading import TextTask
+from src.tasks.text.settings import DecoderSettings
+from src.tasks.text.tokenizing import byte_tokenizer
+
+
+class FineTuning(TextTask):
+    """Trains a transformers model on text."""
+
+    auto_class: ClassVar[Any] = AutoModelForCausalLM
+    """transformers' class that builds the model from its config."""
+    pipeline_tag: ClassVar[str] = "text-generation"
+    """The Hub's name for what the model does."""
+    hf_name: ClassVar[str] = ""
+    """Name of the transformers model inside the trained module."""
+    has_new_head: ClassVar[bool] = False
+    """Whether the layers after the base model, and a pooler, are new if the checkpoint has none that fit. Then adapters
+    are not exported on their own: they would not tell the head's labels."""
+    _trained_rows: dict[str, list[int]] | None = None
+    """Rows of new tokens to train alongside adapters, by layer."""
+
+    @property
+    @abstractmethod
+    def _config(self) -> PreTrainedConfig:
+        """Return the config of the trained model."""
+
+    @property
+    @abstractmethod
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer of the trained model."""
+
+    # -------------------------------------------------------------------------------------------------------- settings
+    def bind(self, state: TaskState) -> Self:
+        # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        task = super().bind(state)
+        if self.lora.base_dtype in ("nf4", "bf16") and not task._has_bf16:
+            setting = f"task.lora.base_dtype={self.lora.base_dtype}"
+            raise UserError(f"{setting}: needs --mixed_precision bf16 before train.py")
+        return task
+
+    @property
+    def _has_bf16(self) -> bool:
+        """Return whether frozen weights may be in bf16 or 4 bits: not if the run trains in fp32. But --check computes
+        in fp32 whatever a run does, and a trained model is loaded in any dtype."""
+        state = self.state
+        return state.dtype == torch.bfloat16 or state.is_check or state.is_trained
+
+    @property
+    def base_dtype(self) -> str | None:
+        """Return the dtype of the frozen weights under adapters: nf4, bf16 or fp32; None without adapters."""
+        if not self.lora.r:
+            return None
+        if quantization_of(self._config).get("load_in_4bit"):
+            return "nf4"
+        is_bf16 = self.state.device == "cuda" and self.state.dtype == torch.bfloat16
+        return self.lora.base_dtype or ("bf16" if is_bf16 else "fp32")
+
+    def _load_config(self) -> PreTrainedConfig:
+        """Return the model's config. Raise a UserError if there is none, it is
+        damaged, it asks to run code, or the weights can't be trained as they are stored."""
+        with loading("model", self.model):
+            config = load_config(str(self.model), self.revision, self.state.remarks)
+        can_train = self.lora.r and self.lora.base_dtype in (None, "nf4") and self._has_bf16
+        if quantization_of(config).get("load_in_4bit") and not can_train:
+            hint = "train adapters (task.lora.r, base_dtype=nf4) with --mixed_precision bf16, or an unquantized model"
+            raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
+        return config
+
+    # -------------------------------------------------------------------------------------------------------- building
+    def build_model(self) -> Any:
+        return self.wrap(self.load_model())
+
+    def build_empty_model(self) -> tuple[Any, FillWeights] | None:
+        if self.base_dtype == "nf4":
+            require_four_bits(is_sharded=True)
+        with loading("model", self.model):
+            # quantized weights, only `from_pretrained` can read
+            is_plain = self._stored and not quantization_of(self._config)
+            if not is_plain or not (built := empty_pretrained(self.model_from_config, self._stored)):
+                return None
+            model, fit = built
+            if model.can_generate():
+                read_generation_config(model, str(self.model), self.revision)
+            self._accept(model, fit)
+
+        def fill(trained: Any, device: torch.device) -> None:
+            own = base_model(self.hf_model(trained))
+            with loading("model", self.model):
+                fill_shards(own, self._stored, device)
+            own.tie_weights()
+
+        return self.wrap(model), fill
+
+    def load_model(self) -> Any:
+        """Return the transformers model, fp32: pretrained or, without `model`, new. Raise a UserError if it cannot be
+        found, is damaged, or is another kind of model."""
+        if not self.model:
+            with as_user_error(f"task.architecture: {self._config.model_type} rejects it: "):
+                return self.model_from_config()
+        compute = self.state.dtype if self.base_dtype == "nf4" else None
+        with loading("model", self.model):
+            needed = sum(4 * math.prod(tensor.shape) for tensor in self._stored.values())
+            needed *= get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+            # the kernel would kill processes without a word; 4-bit weights are loaded one tensor at a time
+            if needed > (total := psutil.virtual_memory().total) and not compute:
+                says = f"its weights take {needed / 1e9:.1f} GB in all processes; this machine has {total / 1e9:.1f} GB"
+                raise UserError(f"task.model={self.model}: {says}: use a smaller model, or fsdp.yaml")
+            model, fit = read_model(self.auto_class, self.model, self.revision, self._config, compute)
+            self._accept(model, fit)
+        return model
+
+    def model_from_config(self) -> Any:
+        """Return a new transformers model of this config, fp32, with random weights."""
+        config = copy.deepcopy(self._config)  # the model stores its attention there
+        return self.auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+    @cached_property
+    def _stored(self) -> dict[str, StoredTensor]:
+        """Return the weights in the model's files by name, if these are safetensors; the Hub is asked once."""
+        return stored_tensors(weight_files(str(self.model), self.revision))
+
+    def _accept(self, model: Any, fit: Fit) -> None:
+        """Raise a UserError if the model lacks weights, or if some in the files would be ignored or read as other
+        numbers than they stand for. Note what is ignored knowingly."""
+        base, buffers = f"{model.base_model_prefix}.", dict(model.named_buffers()).keys()  # transformers computes them
+        absent, ignored = fit.absent, fit.unused - fit.absent - buffers
+        if self.has_new_head:
+            absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
+        if self.has_new_head or self._config.get_text_config() is not self._config:
+            # not the head that a classifier replaces, nor what a multimodal checkpoint has for other inputs than text
+            parts = {name: name.removeprefix(base).partition(".")[0] for name in ignored}
+            ignored = {name for name, part in parts.items() if getattr(model.base_model, part, None)}
+        mistakes = {
+            "are missing or have another shape": absent,
+            "are quantized, but nothing says how": without_scales(self._stored, bool(quantization_of(self._config))),
+            "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json": {
+                name
+                for name in ignored
+                if not name.endswith(".masked_bias")  # a number that GPT-2 masked with
+            },
+        }
+        where = f"task.model={self.model}: not a checkpoint of {type(model).__name__}: weights"
+        raise_if_any(f"{where} {says}: {listed(sorted(names))}" for says, names in mistakes.items() if names)
+        if fit.unused:
+            self.state.remarks.append(f"{self.model} has weights that are not used: {listed(sorted(fit.unused))}")
+        if model.can_generate() and (dropped := drop_settings_without_effect(model.generation_config)):
+            self.state.remarks.append(f"generation settings without effect are left out: {', '.join(dropped)}")
+
+    def with_adapters(self, model: Any) -> Any:
+        """Return the model with new adapters, if the settings ask for them."""
+        if not self.lora.r:
+            return model
+        self.state.optimizations.append(f"frozen weights in {self.base_dtype}")
+        base_dtype = None if self.state.is_check else self.base_dtype  # it computes in fp32, with 4-bit weights too
+        return add_adapters(self.lora, model, self.revision, base_dtype, self.has_new_head, self._trained_rows)
+
+    def wrap(self, model: Any) -> Any:
+        """Return the module to train, built around transformers' model, with new adapters if the settings ask for
+        them."""
+        model._no_split_modules = fsdp_blocks(model)
+        return self.with_adapters(model)
+
+    def hf_model(self, trained: Any) -> Any:
+        """Return the transformers model, with its adapters, inside the trained module."""
+        return trained.get_submodule(self.hf_name)
+
+    # ---------------------------------------------------------------------------------------------------------- export
+    def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
+        exported, prefix = self.hf_model(model), self.hf_name and f"{self.hf_name}."
+        own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+        cards = self._cards()
+        for place, card in cards.items():
+            if self.lora.r and card["library_name"] == "transformers":
+                exported = self._merged(own)
+                own = exported.state_dict()
+            save(exported, self._tokenizer, own, folder / place)
+        return cards
+
+    def _merged(self, weights: Tensors) -> Any:
+        """Return the model as it was loaded, with these adapters merged into its weights."""
+        loaded = self.load_model()
+        if self.base_dtype == "nf4":
+            loaded = loaded.dequantize(torch.bfloat16)
+        adapted = self.with_adapters(loaded)
+        trained = {name: weights[name] for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        adapted.load_state_dict(trained, strict=False)
+        return adapted.merge_and_unload()
+
+    def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
+        exported, cards = self.hf_model(model), self._cards()
+        is_whole = any(card["library_name"] == "transformers" for card in cards.values())
+        can_merge = not (self.lora.r and self._trained_rows)
+        if is_whole and not (can_merge and is_only_renamed(base_model(exported))):
+            return None
+        for place, card in cards.items():
+            if card["library_name"] == "peft":
+                trained = {name: p for name, p in exported.named_parameters() if p.requires_grad}
+                adapters = {name: gather(parameter, accelerator) for name, parameter in trained.items()}
+                if accelerator.is_main_process:
+                    save(exported, self._tokenizer, adapters, folder / place)
+                continue
+            if self.lora.r:
+                exported = exported.merge_and_unload()
+            save_sharded(exported, self._tokenizer, folder / place, accelerator)
+        return cards
+
+    def _cards(self) -> Cards:
+        """Return the model cards of an export. With adapters, it holds them alone (peft) and, on request, the whole
+        model into which they are merged; a classifier's, only that."""
+        card: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": self.pipeline_tag}
+        if self.model and not Path(self.model).exists():
+            card["base_model"] = self.model
+        if on_the_hub := [name for name in self.dataset_names if "://" not in name and not Path(name).exists()]:
+            card["datasets"] = on_the_hub
+        if not self.lora.r or self.has_new_head:
+            return {"": card}
+        return {"": card | {"library_name": "peft"}} | ({"merged": card} if self.lora.merge else {})
+
+
+class Decoder(DecoderSettings, FineTuning):
+    """Trains a transformers decoder, from scratch or fine-tuned."""
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
+        if self.model:
+            config = self._load_config()
+        else:
+            config = new_config(self.architecture, self._tokenizer, self.sequence_length)
+        if getattr(config.get_text_config(), "output_router_logits", False):
+            says = "the auxiliary loss of a mixture of experts would depend on the number of processes"
+            raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
+        check_length(self.sequence_length, config, self._tokenizer, self.state.remarks)
+        return with_dropout(config, self.dropout)
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        name = self.tokenizer or (None if self.model else "bytes")
+        if name == "bytes":
+            return byte_tokenizer()
+        return load_tokenizer("tokenizer", name) if name else load_tokenizer("model", self.model, self.revision)
