@@ -272,7 +272,7 @@ def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.Mon
     files.can_reach_hub.cache_clear()
     task = tiny.task(model="team/none", dataset="a.jsonl")
     began = time.monotonic()
-    for load in (task.load_model_config, task.load_tokenizer):
+    for load in (task._load_config, lambda: task._tokenizer):
         with pytest.raises(UserError) as error:
             load()
         says = "the Hub cannot be reached; give a folder that has it, --task.model=FOLDER"

@@ -14,6 +14,8 @@ from src.config.errors import UserError, as_user_error, listed, raise_if_any
 from src.requirements import missing_requirements
 from src.tasks.text.settings import Lora
 
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft 0.21 still uses this name
+
 
 def add_adapters(
     lora: Lora,
@@ -27,9 +29,8 @@ def add_adapters(
     `base_dtype`, except for a classifier's head and `trained_rows`, rows of layers by their names. Raise a UserError if
     `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
     peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
-    layers = [f".{name}" for name, _ in model.named_modules()]
-    absent = [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in layers)]
-    if absent:
+    layers = [f".{layer}" for layer, _ in model.named_modules()]
+    if absent := [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in layers)]:
         raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
     name = model.name_or_path
     config = peft.LoraConfig(
@@ -46,7 +47,6 @@ def add_adapters(
     )
     head = [weight for name, weight in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft still uses a name that transformers has deprecated
         merges = lora.merge or has_new_head
         warnings.filterwarnings("error" if merges else "ignore", "Model has `tie_word_embeddings=True`")
         try:
@@ -103,24 +103,20 @@ def add_tokens(tokenizer: PreTrainedTokenizerFast, tokens: list[str]) -> None:
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
 
 
-def add_embeddings(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: list[str]
-) -> dict[str, list[int]]:
+def add_embeddings(model: Any, tokenizer: Any, tokens: list[str]) -> dict[str, list[int]]:
     """Add rows for these tokens, which the tokenizer has, to the model's first and last layer; return the rows by
-    layer, as peft takes them: for tied layers, only the first.
+    layer.
 
     A row starts as the mean of the rows of all tokens before, so that its token is neither likely nor unlikely (Hewitt
     2021, https://www.cs.columbia.edu/~johnhew/vocab-expansion.html).
     """
     resize_embeddings(model, len(tokenizer))
     rows = tokenizer.convert_tokens_to_ids(tokens)
-    names = {module: name for name, module in model.named_modules()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    layers: list[Any] = [embedding] if head.weight is embedding.weight else [embedding, head]
-    for layer in layers:
+    layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for weight in {layer.weight for layer in layers}:
         with torch.no_grad():
-            layer.weight[rows] = layer.weight[: min(rows)].mean(0)
-    return {names[layer]: rows for layer in layers}
+            weight[rows] = weight[: min(rows)].mean(0)
+    return {name: rows for name, layer in model.named_modules() if layer in layers}
 
 
 def resize_embeddings(model: PreTrainedModel, num_tokens: int) -> None:

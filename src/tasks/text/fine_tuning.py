@@ -2,7 +2,6 @@
 
 import copy
 import math
-from abc import abstractmethod
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -56,17 +55,6 @@ class FineTuning(TextTask):
     _trained_rows: dict[str, list[int]] | None = None
     """Rows of new tokens to train alongside adapters, by layer."""
 
-    @property
-    @abstractmethod
-    def _config(self) -> PreTrainedConfig:
-        """Return the config of the trained model."""
-
-    @property
-    @abstractmethod
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        """Return the tokenizer of the trained model."""
-
-    # -------------------------------------------------------------------------------------------------------- settings
     def bind(self, state: TaskState) -> Self:
         # under a mask, gradients of cuDNN's attention may be NaN if length % 128 is 64 (pytorch issue 196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -93,6 +81,19 @@ class FineTuning(TextTask):
         is_bf16 = self.state.device == "cuda" and self.state.dtype == torch.bfloat16
         return self.lora.base_dtype or ("bf16" if is_bf16 else "fp32")
 
+    # ------------------------------------------------------------------------------------------- config and tokenizer
+    @property
+    def _config(self) -> PreTrainedConfig:
+        """Return the config of the trained model."""
+        return self._own_config
+
+    @cached_property
+    def _own_config(self) -> PreTrainedConfig:
+        """Return the config as the model's folder has it, but for dropout."""
+        config = self._load_config()
+        check_length(self.sequence_length, config, self._tokenizer, self.state.remarks)
+        return with_dropout(config, self.dropout)
+
     def _load_config(self) -> PreTrainedConfig:
         """Return the model's config. Raise a UserError if there is none, it is
         damaged, it asks to run code, or the weights can't be trained as they are stored."""
@@ -103,6 +104,11 @@ class FineTuning(TextTask):
             hint = "train adapters (task.lora.r, base_dtype=nf4) with --mixed_precision bf16, or an unquantized model"
             raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
         return config
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer of the trained model."""
+        return load_tokenizer("model", self.model, self.revision)
 
     # -------------------------------------------------------------------------------------------------------- building
     def build_model(self) -> Any:
@@ -160,27 +166,26 @@ class FineTuning(TextTask):
     def _accept(self, model: Any, fit: Fit) -> None:
         """Raise a UserError if the model lacks weights, or if some in the files would be ignored or read as other
         numbers than they stand for. Note what is ignored knowingly."""
-        base, buffers = f"{model.base_model_prefix}.", dict(model.named_buffers()).keys()  # transformers computes them
-        absent, ignored = fit.absent, fit.unused - fit.absent - buffers
-        if self.has_new_head:
-            absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
+        buffers = dict(model.named_buffers())  # transformers computes them
+        base, (absent, unused) = f"{model.base_model_prefix}.", fit
+        # GPT-2's masked_bias is a number that it masked with
+        ignored = {name for name in unused - absent if name not in buffers and not name.endswith(".masked_bias")}
         if self.has_new_head or self._config.get_text_config() is not self._config:
-            # not the head that a classifier replaces, nor what a multimodal checkpoint has for other inputs than text
+            # the head that a classifier replaces, or what a multimodal checkpoint has for other inputs than text
             parts = {name: name.removeprefix(base).partition(".")[0] for name in ignored}
             ignored = {name for name, part in parts.items() if getattr(model.base_model, part, None)}
+        if self.has_new_head:
+            absent = {name for name in absent if name.startswith(base) and "pooler" not in name}
+        hint = "name a copy of it without them, or mend its config.json"
         mistakes = {
             "are missing or have another shape": absent,
             "are quantized, but nothing says how": without_scales(self._stored, bool(quantization_of(self._config))),
-            "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json": {
-                name
-                for name in ignored
-                if not name.endswith(".masked_bias")  # a number that GPT-2 masked with
-            },
+            f"have no place in it, and would be ignored: {hint}": ignored,
         }
         where = f"task.model={self.model}: not a checkpoint of {type(model).__name__}: weights"
         raise_if_any(f"{where} {says}: {listed(sorted(names))}" for says, names in mistakes.items() if names)
-        if fit.unused:
-            self.state.remarks.append(f"{self.model} has weights that are not used: {listed(sorted(fit.unused))}")
+        if unused:
+            self.state.remarks.append(f"{self.model} has weights that are not used: {listed(sorted(unused))}")
         if model.can_generate() and (dropped := drop_settings_without_effect(model.generation_config)):
             self.state.remarks.append(f"generation settings without effect are left out: {', '.join(dropped)}")
 
@@ -205,14 +210,20 @@ class FineTuning(TextTask):
     # ---------------------------------------------------------------------------------------------------------- export
     def export(self, model: Any, weights: Tensors, folder: Path) -> Cards:
         exported, prefix = self.hf_model(model), self.hf_name and f"{self.hf_name}."
-        own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-        cards = self._cards()
-        for place, card in cards.items():
-            if self.lora.r and card["library_name"] == "transformers":
+        own = {name: weights[prefix + name] for name in exported.state_dict()}
+        for place, library in self._libraries().items():
+            if self.lora.r and library == "transformers":
                 exported = self._merged(own)
                 own = exported.state_dict()
             save(exported, self._tokenizer, own, folder / place)
-        return cards
+        return self._cards()
+
+    def _libraries(self) -> dict[str, str]:
+        """Return the library that loads each model of an export, by its folder. With adapters, it holds them alone
+        (peft) and, on request, the whole model into which they are merged; a classifier's, only that."""
+        if not self.lora.r or self.has_new_head:
+            return {"": "transformers"}
+        return {"": "peft", "merged": "transformers"} if self.lora.merge else {"": "peft"}
 
     def _merged(self, weights: Tensors) -> Any:
         """Return the model as it was loaded, with these adapters merged into its weights."""
@@ -225,54 +236,45 @@ class FineTuning(TextTask):
         return adapted.merge_and_unload()
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
-        exported, cards = self.hf_model(model), self._cards()
-        is_whole = any(card["library_name"] == "transformers" for card in cards.values())
-        can_merge = not (self.lora.r and self._trained_rows)
-        if is_whole and not (can_merge and is_only_renamed(base_model(exported))):
+        exported, libraries = self.hf_model(model), self._libraries()
+        has_new_rows = self.lora.r and self._trained_rows
+        if "transformers" in libraries.values() and (has_new_rows or not is_only_renamed(base_model(exported))):
             return None
-        for place, card in cards.items():
-            if card["library_name"] == "peft":
-                trained = {name: p for name, p in exported.named_parameters() if p.requires_grad}
-                adapters = {name: gather(parameter, accelerator) for name, parameter in trained.items()}
+        for place, library in libraries.items():
+            if library == "peft":
+                adapters = {name: gather(p, accelerator) for name, p in exported.named_parameters() if p.requires_grad}
                 if accelerator.is_main_process:
                     save(exported, self._tokenizer, adapters, folder / place)
-                continue
-            if self.lora.r:
-                exported = exported.merge_and_unload()
-            save_sharded(exported, self._tokenizer, folder / place, accelerator)
-        return cards
+            else:
+                exported = exported.merge_and_unload() if self.lora.r else exported
+                save_sharded(exported, self._tokenizer, folder / place, accelerator)
+        return self._cards()
 
     def _cards(self) -> Cards:
-        """Return the model cards of an export. With adapters, it holds them alone (peft) and, on request, the whole
-        model into which they are merged; a classifier's, only that."""
-        card: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": self.pipeline_tag}
+        card: dict[str, Any] = {"pipeline_tag": self.pipeline_tag}
         if self.model and not Path(self.model).exists():
             card["base_model"] = self.model
         if on_the_hub := [name for name in self.dataset_names if "://" not in name and not Path(name).exists()]:
             card["datasets"] = on_the_hub
-        if not self.lora.r or self.has_new_head:
-            return {"": card}
-        return {"": card | {"library_name": "peft"}} | ({"merged": card} if self.lora.merge else {})
+        return {place: card | {"library_name": library} for place, library in self._libraries().items()}
 
 
 class Decoder(DecoderSettings, FineTuning):
     """Trains a transformers decoder, from scratch or fine-tuned."""
 
-    @cached_property
-    def _config(self) -> PreTrainedConfig:
+    def _load_config(self) -> PreTrainedConfig:
         if self.model:
-            config = self._load_config()
+            config = super()._load_config()
         else:
             config = new_config(self.architecture, self._tokenizer, self.sequence_length)
         if getattr(config.get_text_config(), "output_router_logits", False):
             says = "the auxiliary loss of a mixture of experts would depend on the number of processes"
             raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
-        check_length(self.sequence_length, config, self._tokenizer, self.state.remarks)
-        return with_dropout(config, self.dropout)
+        return config
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        name = self.tokenizer or (None if self.model else "bytes")
-        if name == "bytes":
-            return byte_tokenizer()
-        return load_tokenizer("tokenizer", name) if name else load_tokenizer("model", self.model, self.revision)
+        if self.model and not self.tokenizer:
+            return super()._tokenizer
+        name = self.tokenizer or "bytes"
+        return byte_tokenizer() if name == "bytes" else load_tokenizer("tokenizer", name)

@@ -2,13 +2,12 @@
 
 import os
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import PartialState, init_empty_weights
@@ -31,7 +30,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from src.config.errors import UserError, as_user_error, raise_if_any
@@ -81,17 +80,17 @@ def new_config(
         close = nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
         raise UserError(f"task.architecture.model_type={kind}: transformers has no such causal language model{close}")
     default = AutoConfig.for_model(kind)
-    known = [name for name in {**default.to_dict(), **default.attribute_map} if not name.startswith("_")]
+    other_names = default.attribute_map  # in GPT-2, max_position_embeddings is another name of n_positions
+    known = [*default.to_dict(), *other_names]
     unknown = [name for name in fields if name not in known]
     raise_if_any(f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}" for name in unknown)
-    fields.setdefault("vocab_size", len(tokenizer))
-    positions = default.attribute_map.get("max_position_embeddings", "max_position_embeddings")  # n_positions in GPT-2
-    if positions in known and "max_position_embeddings" not in fields:
-        fields.setdefault(positions, sequence_length)
-    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        fields.setdefault(token, getattr(tokenizer, token))
+    fitting = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    fitting["vocab_size"] = len(tokenizer)
+    if "max_position_embeddings" in known:
+        fitting["max_position_embeddings"] = sequence_length
     with as_user_error(f"task.architecture: {kind} rejects it: "):
-        return AutoConfig.for_model(kind, **fields)
+        given = {other_names.get(name, name): value for name, value in (fitting | fields).items()}
+        return AutoConfig.for_model(kind, **given)
 
 
 def with_dropout(config: PreTrainedConfig, rate: float | None) -> PreTrainedConfig:
@@ -146,19 +145,15 @@ def check_length(
 
 
 # --------------------------------------------------------------------------------------------------- the whole model
-class Fit(NamedTuple):
-    """Holds how the weights in a checkpoint's files fit a model, as sets of names."""
-
-    absent: set[str]
-    """The model's weights that the files lack or have in another shape."""
-    unused: set[str]
-    """The files' weights that the model has no place for, except for those that transformers ignores by their names."""
+Fit = tuple[set[str], set[str]]
+"""How the weights in a checkpoint's files fit a model, as names: those that the files lack or have in another shape;
+and those in the files that the model has no place for, except for those that transformers ignores by their names."""
 
 
 def fit_of(found: dict[str, Any]) -> Fit:
     """Return how the files fit, from what `from_pretrained` returns with `output_loading_info`."""
     misshapen = {name for name, *_ in found["mismatched_keys"]}
-    return Fit(found["missing_keys"] | misshapen, found["unexpected_keys"] | misshapen)
+    return found["missing_keys"] | misshapen, found["unexpected_keys"] | misshapen
 
 
 def read_model(
@@ -208,15 +203,13 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
             source, revision = adapted.base_model_name_or_path, adapted.revision
         config = load_config(source, revision, [])
         compute = torch.bfloat16 if base_dtype == "nf4" else None
-        model, fit = read_model(AutoModelForCausalLM, source, revision, config, compute)
-        if fit.absent:
-            raise UserError(f"not a language model: it lacks {min(fit.absent)}")
+        model, (absent, _) = read_model(AutoModelForCausalLM, source, revision, config, compute)
+        if absent:
+            raise UserError(f"not a language model: it lacks {min(absent)}")
         if has_adapters:
             resize_embeddings(model, len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)))
             read_generation_config(model, str(folder))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # as in add_adapters
-                model = peft.PeftModel.from_pretrained(model, folder)
+            model = peft.PeftModel.from_pretrained(model, folder)
     return model
 
 
@@ -261,18 +254,17 @@ def stored_tensors(files: list[str]) -> dict[str, StoredTensor]:
 def weight_files(source: str, revision: str | None) -> list[str]:
     """Return the safetensors files of a model, local or on the Hub; empty if it has none."""
     optional: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    if whole := cached_file(source, SAFE_WEIGHTS_NAME, **optional):
+    if whole := cached_file(source, "model.safetensors", **optional):
         return [whole]
-    index = cached_file(source, SAFE_WEIGHTS_INDEX_NAME, **optional)
+    index = cached_file(source, "model.safetensors.index.json", **optional)
     return get_checkpoint_shard_files(source, index, revision=revision)[0] if index else []
 
 
 def without_scales(stored: dict[str, StoredTensor], reads_scales: bool) -> set[str]:
     """Return the names of weights in 8 bits whose scale the files lack or, without `reads_scales`, nobody reads."""
-    layers = {name: name.rpartition(".")[0] for name in stored}
-    scaled = {layer for name, layer in layers.items() if reads_scales and "scale" in name}
-    small = (name for name, tensor in stored.items() if tensor.dtype.startswith(("F8", "I8")))
-    return {name for name in small if layers[name] not in scaled}
+    small = {name for name, tensor in stored.items() if tensor.dtype.startswith(("F8", "I8"))}
+    scaled = {name.rpartition(".")[0] for name in stored if reads_scales and "scale" in name}
+    return {name for name in small if name.rpartition(".")[0] not in scaled}
 
 
 # ------------------------------------------------------------------------------------------------------ shard by shard
@@ -298,17 +290,17 @@ def empty_pretrained(
     found = _convert(model, shapes, torch.device("meta"))
     model.mark_tied_weights_as_initialized(found)
     model._adjust_missing_and_unexpected_keys(found)
-    fit = fit_of(found.to_dict())
+    absent, unused = fit_of(found.to_dict())
     for target, source in model.all_tied_weights_keys.items():
-        if not fit.absent & {target, source}:
+        if not absent & {target, source}:
             return None
-        if source not in fit.absent:
-            fit.absent.remove(target)
-    for name in fit.absent:
+        if source not in absent:
+            absent.remove(target)
+    for name in absent:
         _set(model, name, torch.empty_like(model.get_parameter(name), device="cpu"))
     model.tie_weights()
     model.initialize_weights()
-    return model, fit
+    return model, (absent, unused)
 
 
 def fill_shards(model: Any, stored: dict[str, StoredTensor], device: torch.device) -> None:

@@ -69,6 +69,8 @@ class TextSettings(TaskSettings):
     """Branch, tag or commit of a model on the Hub."""
     dropout: Fraction | None = None
     """Value for all of the model's dropout rates; null: as in its config."""
+    sequence_length: PositiveInt
+    """Maximum number of tokens that the model sees."""
     lora: Lora = Lora()
     """Low-rank adapters."""
 
@@ -116,8 +118,6 @@ class DecoderSettings(TextSettings):
     and any fields of its config."""
     tokenizer: str | None = None
     """A model whose tokenizer to use, or `bytes`; null: task.model's own, or bytes if trained from scratch."""
-    sequence_length: PositiveInt
-    """Tokens that the model sees at once."""
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()

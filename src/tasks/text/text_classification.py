@@ -19,7 +19,6 @@ from src.tasks import load_metric
 from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
-from src.tasks.text.load import check_length, load_tokenizer, with_dropout
 from src.tasks.text.packing import Batch
 from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
@@ -144,10 +143,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
         model.set_input_embeddings(model.get_input_embeddings())
         return super().wrap(model)
 
-    @cached_property
-    def _own_config(self) -> PreTrainedConfig:
-        config = with_dropout(self._load_config(), self.dropout)
-        check_length(self.sequence_length, config, self._tokenizer, self.state.remarks)
+    def _load_config(self) -> PreTrainedConfig:
+        config = super()._load_config()
         if config.problem_type in ("regression", "multi_label_classification"):
             hint = "which this task is not: a row has one label (to change that, remove problem_type from a copy)"
             raise UserError(f"task.model={self.model}: its config.json says {config.problem_type}, {hint}")
@@ -155,7 +152,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        tokenizer = load_tokenizer("model", self.model, self.revision)
+        tokenizer = super()._tokenizer
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return tokenizer
 
