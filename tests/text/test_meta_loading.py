@@ -161,7 +161,7 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
     for name, parameter in found.items():
         assert torch.equal(parameter.full_tensor(), expected[name]), name
         assert parameter.requires_grad == expected[name].requires_grad, name
-        is_frozen = not parameter.requires_grad and "original_module" not in name
+        is_frozen = not parameter.requires_grad
         assert (parameter.dtype == torch.bfloat16) == (is_frozen and "base_dtype" in lora), name
     buffers = zip(model.named_buffers(), whole.named_buffers(), strict=True)
     assert all(mine == theirs and torch.equal(a, b) for (mine, a), (theirs, b) in buffers)
