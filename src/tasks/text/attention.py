@@ -79,16 +79,16 @@ def document_attention(
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
     if is_varlen:
         lengths = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
-        window = -1 if sliding_window is None else sliding_window - 1, 0
+        window = (sliding_window or 0) - 1, 0  # tokens before and after; -1: all
         grouped = grouped if HAS_GQA_SWITCH else {}
         output: Any = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=window, **grouped)
     else:
-        sizes = [size for size in cu_seq_lens_q.diff().tolist() if size]
-        outputs = []
-        for document in zip(*(t.transpose(0, 1)[None].split(sizes, 2) for t in (q, k, v)), strict=True):
-            mask, length = None, document[0].shape[2]
-            if sliding_window is not None and sliding_window < length:
-                mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+        sizes, outputs = [size for size in cu_seq_lens_q.diff().tolist() if size], []
+        parts = (t.transpose(0, 1)[None].split(sizes, 2) for t in (q, k, v))
+        for size, *document in zip(sizes, *parts, strict=True):
+            mask = None
+            if sliding_window is not None and sliding_window < size:
+                mask = torch.ones(size, size, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
             options = {"dropout_p": dropout, "is_causal": mask is None, "scale": scaling, **grouped}
             outputs.append(F.scaled_dot_product_attention(*document, mask, **options))
         output = torch.cat(outputs, 2)[0].transpose(0, 1)

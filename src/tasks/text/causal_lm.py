@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, as_user_error
 from src.tasks.base import Counts, Tables, Tensors
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
 from src.tasks.text.attention import document_lengths
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
 from src.tasks.text.context_parallel import register, shard_batch
 from src.tasks.text.loss import LanguageModel
 from src.tasks.text.model import Decoder, add_rows, add_tokens, load_exported

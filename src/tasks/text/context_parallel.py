@@ -37,11 +37,10 @@ def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
     width = inputs["input_ids"].shape[1]
     length = width // cp.size
     start = cp.rank * length
-    rows, places = index // width, index % width - start
-    is_own = (places >= 0) & (places < length)
+    is_own = index % width // length == cp.rank
     own = {
         **{name: inputs[name][:, start : start + length].contiguous() for name in ("input_ids", "position_ids")},
-        "index": (rows * length + places)[is_own],
+        "index": (index // width * length + index % length)[is_own],
         "targets": inputs["targets"][is_own],
     }
     return {

@@ -121,9 +121,13 @@ class LanguageModel(nn.Module):
 def _in_bf16_under_autocast(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:
     """Return the embedding's output in bf16 if the blocks compute in it: the sum that they add to is then kept and
     moved in half the bytes, as under FSDP. Under fp16 it could overflow."""
-    device = states.device.type
-    is_bf16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-    return states.bfloat16() if is_bf16 else states
+    return states.bfloat16() if _compute_dtype(states) == torch.bfloat16 else states
+
+
+def _compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of autocast on the tensor's device; without autocast, the tensor's."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 class LossHead(nn.Module):
@@ -141,23 +145,23 @@ class LossHead(nn.Module):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, to_logits: Callable[[Tensor], Tensor], rows: int
+        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, to_logits: Callable[..., Tensor], rows: int
     ) -> Tensor:
         device = states.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+        dtype = _compute_dtype(states)
+        kept = dtype if device == "cuda" else torch.float32  # a CPU's half-precision products have half-precision sums
+        exact: dict[str, Any] = {} if kept == torch.float32 else {"out_dtype": torch.float32}
 
-        def rounded(tensor: Tensor) -> Tensor:  # on a CPU, half-precision products have half-precision sums
-            return tensor.to(dtype) if device == "cuda" else tensor.to(dtype).float()
+        def rounded(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype).to(kept)
 
         states_grad = torch.empty_like(states)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         loss = states.new_zeros((), dtype=torch.float32)
         with torch.autocast(device, enabled=False):
             weight = rounded(weight)
-            exact: dict[str, Any] = {} if weight.dtype == torch.float32 else {"out_dtype": torch.float32}
-            for chunk, expected, chunk_grad in zip(
-                *(t.split(rows) for t in (states, targets, states_grad)), strict=True
-            ):
+            chunks = (tensor.split(rows) for tensor in (states, targets, states_grad))
+            for chunk, expected, chunk_grad in zip(*chunks, strict=True):
                 inputs = rounded(chunk)
                 outputs = torch.mm(inputs, weight.t(), **exact).requires_grad_()
                 with torch.enable_grad():
@@ -173,8 +177,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        states, weight = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
-        return states, weight, None, None, None  # autograd casts them to the dtypes of the inputs
+        gradients = (None if gradient is None else gradient.mul_(factor) for gradient in ctx.saved_tensors)
+        return *gradients, None, None, None  # autograd casts them to the dtypes of the inputs
 
 
 linear_cross_entropy: Callable[..., Tensor] = _LinearCrossEntropy.apply

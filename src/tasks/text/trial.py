@@ -14,6 +14,8 @@ from src.tasks.text.packing import batch_tensors
 
 DOCUMENTS = [3, 1, 4], [1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7], [9, 3]
 """The tokens of the trial; packed, two documents fill a row of 8."""
+ORIGINAL = "original_max_position_embeddings"
+"""The length that rotary embeddings were first trained on: above it, some kinds become other ones for a whole batch."""
 ROUNDING = 0.05
 """Relative difference of logits that is allowed in half precision: rounding makes less than 0.005; documents that see
 each other, 0.2 to 0.9."""
@@ -25,9 +27,9 @@ def require_decoder(config: PreTrainedConfig, packing: bool, sequence_length: in
     config = copy.deepcopy(config)
     text: Any = config.get_text_config()
     hint = " (packed documents may see each other: try --task.packing=false)" if packing else ""
-    original = (getattr(text, "rope_parameters", None) or {}).get("original_max_position_embeddings")
-    # above the length that they were first trained on, some rotary embeddings become other ones for a whole batch
-    if original and sequence_length > original:
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = getattr(text, ORIGINAL, None) or rope.get(ORIGINAL) or sequence_length
+    if sequence_length > original:
         text.original_max_position_embeddings = 4  # some of the trial's documents are longer
         hint = f" (longer ones may change how those beside them are read: try --task.sequence_length={original})"
     if reason := unsupported_reason(config, "sdpa", packing):
@@ -80,7 +82,7 @@ def small_model(config: PreTrainedConfig, is_narrow: bool = True) -> Any:
     own = copy.deepcopy(config)
     text = own.get_text_config()
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2, "attention_chunk_size": 2}
-    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     if kinds := [*dict.fromkeys(vars(text).get("layer_types") or ())]:  # a property would follow from other fields
         sizes |= {"num_hidden_layers": len(kinds), "layer_types": kinds}
     if is_narrow:
@@ -89,8 +91,8 @@ def small_model(config: PreTrainedConfig, is_narrow: bool = True) -> Any:
         head_size = getattr(text, "head_dim", None) or text.hidden_size // heads  # its own, as kernels reject some
         sizes |= {"hidden_size": 4 * head_size, "intermediate_size": 64}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2 if is_grouped else 4}
-    text.update({name: size for name, size in sizes.items() if getattr(text, name, None) is not None})
     try:
+        text.update({name: size for name, size in sizes.items() if getattr(text, name, None) is not None})
         model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False)
         model(torch.tensor(DOCUMENTS[:1]), use_cache=False)
     except Exception:  # from any library on the way
