@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from src.tasks.base import num_weights
 from src.tasks.text.model import fsdp_blocks, without_adapters
@@ -29,25 +28,25 @@ class LanguageModel(nn.Module):
     def __init__(self, lm: Any, attention: str = "sdpa") -> None:
         super().__init__()
         self.lm = lm
-        self._no_split_modules = fsdp_blocks(self.hf)
-        config, head = self.hf.config.get_text_config(), self.hf.get_output_embeddings()
+        hf, config, head = self.hf, self.hf.config.get_text_config(), self.hf.get_output_embeddings()
+        self._no_split_modules = fsdp_blocks(hf)
         self._softcap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         self._scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
         self._scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-        self.hf.get_input_embeddings().register_forward_hook(_in_bf16_under_autocast)
+        hf.get_input_embeddings().register_forward_hook(_in_bf16_under_autocast)
         has_new_rows = hasattr(head, "token_adapter")  # peft puts them into the weight
         # Accelerate compares weights to see whether layers are tied, and peft makes new ones on each access
         self._has_tied_rows = has_new_rows and head.token_adapter.tied_adapter is not None
         if has_new_rows or (type(head) is nn.Linear and head.bias is None):
             # a subclass, as FSDP makes one: a layer around this one would rename its weights in checkpoints
             head.__class__ = type("HeadWithLoss", (LossHead, type(head)), {})
-        used = {*self.hf.get_decoder().parameters(), *head.parameters()}
-        for parameter in {*self.hf.parameters()} - used:  # such as a vision tower: DDP would wait for its gradients
+        used = {*hf.get_decoder().parameters(), *head.parameters()}
+        for parameter in {*hf.parameters()} - used:  # such as a vision tower: DDP would wait for its gradients
             parameter.requires_grad_(False)
-        self.flops = count_flops(self.hf)
+        self.flops = count_flops(hf)
         self._takes_lengths = attention != "sdpa"
         if self._takes_lengths:
-            self.hf.set_attn_implementation(attention)
+            hf.set_attn_implementation(attention)
 
     @property
     def hf(self) -> Any:
@@ -196,7 +195,7 @@ Args:
 """
 
 
-def count_flops(model: PreTrainedModel) -> tuple[int, int, int] | None:
+def count_flops(model: Any) -> tuple[int, int, int] | None:
     """Return the operations of a decoder's matrix products in a forward and a backward pass: for each token; for each
     target, as only these pass through the output layer; and for each pair of a token and one that it attends to, itself
     included, over all layers. None: unknown, because it has layers other than full attention and matrices that every

@@ -81,16 +81,27 @@ def small_model(config: PreTrainedConfig, is_narrow: bool = True) -> Any:
     layers of their own width."""
     own = copy.deepcopy(config)
     text = own.get_text_config()
-    sizes: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "sliding_window": 2, "attention_chunk_size": 2}
-    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "sliding_window": 2,
+        "attention_chunk_size": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
     if kinds := [*dict.fromkeys(vars(text).get("layer_types") or ())]:  # a property would follow from other fields
         sizes |= {"num_hidden_layers": len(kinds), "layer_types": kinds}
     if is_narrow:
         heads = getattr(text, "num_attention_heads", None) or 4
-        is_grouped = getattr(text, "num_key_value_heads", heads) != heads
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads  # its own, as kernels reject some
-        sizes |= {"hidden_size": 4 * head_size, "intermediate_size": 64}
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2 if is_grouped else 4}
+        has_groups = getattr(text, "num_key_value_heads", heads) != heads
+        sizes |= {
+            # heads have their own size, as kernels reject some
+            "hidden_size": 4 * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2 if has_groups else 4,
+        }
     try:
         text.update({name: size for name, size in sizes.items() if getattr(text, name, None) is not None})
         model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False)
