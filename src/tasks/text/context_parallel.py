@@ -70,7 +70,7 @@ def ulysses_attention(
     # there are fewer of these than processes, each is sent to several processes. If the heads don't divide evenly,
     # heads of zeros fill up, and their output is dropped.
     copies = math.lcm(keys, cp.size) // keys if heads % cp.size == 0 else heads // keys
-    tensors = query, *(tensor.repeat_interleave(copies, 1) for tensor in (key, value))
+    tensors = [query, *(tensor.repeat_interleave(copies, 1) for tensor in (key, value))]
     # under autocast, rotary embeddings may have turned queries and keys into fp32, twice the bytes
     tensors = [F.pad(t.to(value.dtype).transpose(1, 2), (0, 0, 0, -t.shape[1] % cp.size)) for t in tensors]
     # shape (batch, length of a part, processes, heads per process, head size); values may have another head size
