@@ -38,7 +38,8 @@ class LanguageModel(nn.Module):
         # Accelerate compares weights to see whether layers are tied, and peft makes new ones on each access
         self._has_tied_rows = has_new_rows and head.token_adapter.tied_adapter is not None
         if has_new_rows or (type(head) is nn.Linear and head.bias is None):
-            # a subclass, as FSDP makes one: a layer around this one would rename its weights in checkpoints
+            # FSDP gathers the weight around a call of this very layer, and does so by a subclass, too; a layer around
+            # it would rename its weights in checkpoints
             head.__class__ = type("HeadWithLoss", (LossHead, type(head)), {})
         used = {*hf.get_decoder().parameters(), *head.parameters()}
         for parameter in {*hf.parameters()} - used:  # such as a vision tower: DDP would wait for its gradients
