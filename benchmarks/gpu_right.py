@@ -130,11 +130,11 @@ def compare_with_masks(run: Any, micro_batches: Any, take: Callable[[], Any], fo
     plain: Any = new_model(run.config.model_copy(update={"task": masks}))[0].to(run.device)
     plain.load_state_dict(run.accelerator.unwrap_model(run.model).state_dict())
     inputs = dict(batch.data["inputs"])
-    index, targets = inputs.pop("index"), inputs.pop("targets")
+    targets = inputs.pop("targets")
 
     def gradients(is_half: bool) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=is_half):
-            logits = plain.logits(**inputs).flatten(0, 1)[index]
+            logits = plain(**inputs)
         loss = F.cross_entropy(logits.float(), targets, reduction="sum")
         return torch.cat([part.flatten() for part in torch.autograd.grad(loss, [*plain.parameters()])])
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from src.tasks.base import ContextParallel, Counts
+from src.tasks.text.attention import document_attention
 from src.tasks.text.packing import Batch
 from tests.check.planted import Fault, Hook, rank
 
@@ -43,12 +44,12 @@ def of_the_first_rank(cut: Hook, batch: Batch, sizes: list[int], cp: ContextPara
 
 
 def of_parts_alone(
-    _: Hook, cp: ContextParallel, attention: Hook, module: Any, *tensors: Any, cu_seq_lens_q: Tensor, **options: Any
+    _: Hook, cp: ContextParallel, module: Any, *tensors: Any, cu_seq_lens_q: Tensor, **options: Any
 ) -> Any:
     batch, _, length, _ = tensors[0].shape
     edges = torch.cat([cu_seq_lens_q, torch.arange(batch + 1) * length * cp.size])
     own = edges.unique().sub(cp.rank * length).int()  # of each row, as if the parts of the others were not there
-    return attention(module, *tensors, cu_seq_lens_q=own.clamp(0, batch * length), **options)
+    return document_attention(module, *tensors, cu_seq_lens_q=own.clamp(0, batch * length), **options)
 
 
 def dealt_by_process(sampler: Hook, order: Any, global_size: int, micro_size: int, *_: int) -> Any:
@@ -81,7 +82,7 @@ FAULTS = [
         ("quick", "each part counts an example", "Evaluation", "eval/examples",
          "src.training.evaluation.metrics_of", counted_by_each),
         ("slow", "all have the first part", "Steps", "gradients", CP + "shard_batch", of_the_first_rank),
-        ("slow", "a part sees itself alone", "Steps", "gradients", "src.tasks.text.context_parallel.across",
+        ("slow", "a part sees itself alone", "Steps", "gradients", "src.tasks.text.context_parallel.ulysses_attention",
          of_parts_alone),
         ("slow", "examples are dealt by process", "Data", "epoch 1", "src.training.batches.ShardedBatchSampler",
          dealt_by_process),

@@ -457,8 +457,12 @@ def test_documents_in_a_sequence_have_positions_of_their_own() -> None:
     assert task.count(batch) == {"targets": 6, "tokens": 9, "padded_tokens": 16}
     counts: Any = SimpleNamespace(flops=(10_000, 100, 1))
     assert task.flops(counts, batch) == 90_618
-    assert inputs["cu_seq_lens"].tolist() == [0, 3, 6, 8, 11, 16, 16, 16, 16]
-    assert (inputs["cu_seq_lens"].dtype, inputs["max_length"], type(inputs["max_length"])) == (torch.int32, 8, int)
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 6, 8, 11, 16, 16, 16, 16]
+    assert (inputs["cu_seq_lens_q"].dtype, inputs["max_length_q"], type(inputs["max_length_q"])) == (
+        torch.int32,
+        8,
+        int,
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- files

@@ -25,10 +25,11 @@ from transformers.models.granite.modeling_granite import GraniteForCausalLM
 
 from src.config.errors import UserError
 from src.tasks.base import TaskState
-from src.tasks.text import causal_lm, loss
+from src.tasks.text import attention, causal_lm, loss
 from src.tasks.text.adapters import add_adapters
-from src.tasks.text.loss import CHUNK_ON_GPU, LanguageModel, failure, linear_cross_entropy, require_decoder
+from src.tasks.text.loss import CHUNK_ON_GPU, LanguageModel, linear_cross_entropy
 from src.tasks.text.settings import Lora
+from src.tasks.text.trial import require_decoder, unsupported_reason
 from src.training.transforms import transform
 from tests.launching import slow
 from tests.text import tiny
@@ -308,7 +309,7 @@ def kernel(
     behind = places[:, None] - places
     mask = (documents[:, None] == documents) & (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
     q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-    is_grouped = enable_gqa or not loss.HAS_GQA_SWITCH  # torch 2.11's kernel takes fewer heads of keys unasked
+    is_grouped = enable_gqa or not attention.HAS_GQA_SWITCH  # torch 2.11's kernel takes fewer heads of keys unasked
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
     return output.transpose(0, 1)
 
@@ -326,7 +327,7 @@ def unwindowed(*tensors: Any, window_size: tuple[int, int], **options: Any) -> T
 @pytest.fixture(autouse=True)
 def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of torch's."""
-    monkeypatch.setattr(loss, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
 
 
 def collated(*rows: list[int]) -> dict[str, Any]:
@@ -357,7 +358,7 @@ def test_loss_and_gradients_are_those_of_masked_attention(kind: str) -> None:
 
 
 def refusal(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> str:
-    return str(failure(AutoConfig.for_model(kind, **fields), "varlen", True, "cpu", dtype))
+    return str(unsupported_reason(AutoConfig.for_model(kind, **fields), "varlen", True, "cpu", dtype))
 
 
 def test_a_model_that_asks_for_more_than_the_kernel_has_is_refused() -> None:
@@ -373,7 +374,7 @@ def test_it_is_used_if_documents_stay_apart(monkeypatch: pytest.MonkeyPatch, kin
     """Tried with a small model whose windows are the large one's: one without windows passes too."""
     assert refusal(kind, dtype) == "None"
     for wrong in [mixing, *([unwindowed] if kind == "gemma3_text" else [])]:
-        monkeypatch.setattr(loss, "varlen_attn", wrong)
+        monkeypatch.setattr(attention, "varlen_attn", wrong)
         assert "logits differ by" in refusal(kind, dtype)
 
 
@@ -435,7 +436,9 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
     """Tried after cuDNN's attention is switched off: under a mask its gradients may be NaN."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     seen: list[bool] = []
-    monkeypatch.setattr(causal_lm, "failure", lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    monkeypatch.setattr(
+        causal_lm, "unsupported_reason", lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
     task = tiny.task(**settings).bind(TaskState(device, dtype))
     assert task.build_model().hf.config._attn_implementation == chosen
     assert task.state.optimizations == [f"{chosen} attention"]
@@ -444,8 +447,9 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
 
 def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel itself, on a device that it doesn't know: this one."""
-    monkeypatch.setattr(loss, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(causal_lm, "failure", lambda config, *_: failure(config, "varlen", True, "cpu", HALF))
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    refused = partial(unsupported_reason, attention="varlen", packing=True, device="cpu", dtype=HALF)
+    monkeypatch.setattr(causal_lm, "unsupported_reason", lambda config, *_: refused(config))
     task = tiny.task().bind(TaskState("cuda", HALF))
     task.build_model()
     (summary,) = task.state.optimizations

@@ -15,8 +15,9 @@ from transformers import CONFIG_MAPPING
 
 from src.config.errors import UserError
 from src.tasks.base import ContextParallel
-from src.tasks.text.context_parallel import across
-from src.tasks.text.loss import attention_by_document, document_lengths, require_splittable
+from src.tasks.text.attention import document_attention, document_lengths
+from src.tasks.text.context_parallel import ulysses_attention
+from src.tasks.text.trial import require_splittable
 from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import Launch, Rounding, Whole, slow
 from tests.test_parity import assert_same_curve
@@ -151,10 +152,11 @@ def test_decoders_that_mix_tokens_elsewhere_are_refused(kind: str, more: dict[st
 def test_values_may_be_of_another_size_than_keys() -> None:
     """As in multi-head latent attention. Tried with heads joined along their own dimension: torch refuses."""
     query, key, value = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 24)
-    lengths = {f"{name}_q": length for name, length in document_lengths([3, 11, 16]).items()}
+    lengths = document_lengths([3, 11, 16])
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     alone = ContextParallel(0, 1, distributed.group.WORLD.group_name)  # type: ignore[union-attr]
-    attentions: tuple[Any, Any] = (attention_by_document, partial(across, alone, attention_by_document))
-    outputs = [attention(torch.nn.Module(), query, key, value, None, **lengths)[0] for attention in attentions]
+    attentions: tuple[Any, Any] = (document_attention, partial(ulysses_attention, alone))
+    options = {"is_varlen": False, **lengths}
+    outputs = [attention(torch.nn.Module(), query, key, value, None, **options)[0] for attention in attentions]
     distributed.destroy_process_group()
     torch.testing.assert_close(*outputs, rtol=0, atol=0)

@@ -17,15 +17,17 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, as_user_error
 from src.tasks.base import Counts, Tables, Tensors
 from src.tasks.text.adapters import add_embeddings, add_tokens
+from src.tasks.text.attention import document_lengths
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
 from src.tasks.text.context_parallel import register, shard_batch
 from src.tasks.text.fine_tuning import Decoder
 from src.tasks.text.load import load_exported
-from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
+from src.tasks.text.loss import LanguageModel
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack
 from src.tasks.text.reading import ROW, Encoder, Encoders, Source, as_text
 from src.tasks.text.settings import CausalLMSettings
 from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
+from src.tasks.text.trial import require_decoder, require_splittable, unsupported_reason
 
 ROW_NAMES = {"row": "chat", "completion": "prompt", "text": "text"}
 """What a row of the data is, by the first of the columns that are read."""
@@ -52,8 +54,8 @@ class CausalLM(CausalLMSettings, Decoder):
         # the mask of a long sequence would take more memory than anything else
         has_use = self.packing or state.cp.size > 1
         if self.attention == "auto" and has_use and state.device == "cuda" and state.dtype != torch.float32:
-            if refusal := failure(self._config, "varlen", self.packing, state.device, state.dtype):
-                note = f" (not varlen: {refusal})"
+            if reason := unsupported_reason(self._config, "varlen", self.packing, state.device, state.dtype):
+                note = f" (not varlen: {reason})"
             else:
                 attention = "varlen"
         note = f"{attention} attention{note}"

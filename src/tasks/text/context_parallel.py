@@ -9,7 +9,6 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses", https://arxiv.org/abs/2309.1450
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from src.tasks.base import ContextParallel
-from src.tasks.text.loss import attention_by_document, varlen_attention
+from src.tasks.text.attention import document_attention
 from src.tasks.text.packing import Batch
-
-Attention = Callable[..., tuple[Tensor, None]]
-"""A function for transformers' AttentionInterface, such as `varlen_attention`."""
 
 
 def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
@@ -41,11 +37,10 @@ def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
     width = inputs["input_ids"].shape[1]
     length = width // cp.size
     start = cp.rank * length
-    rows, places = index // width, index % width
-    is_own = places // length == cp.rank
+    is_own = index % width // length == cp.rank
     own = {
         **{name: inputs[name][:, start : start + length].contiguous() for name in ("input_ids", "position_ids")},
-        "index": (rows * length + places - start)[is_own],
+        "index": (index // width * length + index % length)[is_own],
         "targets": inputs["targets"][is_own],
     }
     return {
@@ -59,40 +54,32 @@ def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
 def register(attention: str, cp: ContextParallel) -> str:
     """Register this attention, sdpa or varlen, with transformers, across the processes of a group. Return its name
     there."""
-    AttentionInterface.register(
-        "context_parallel", partial(across, cp, varlen_attention if attention == "varlen" else attention_by_document)
-    )
+    AttentionInterface.register("context_parallel", partial(ulysses_attention, cp, is_varlen=attention == "varlen"))
     return "context_parallel"
 
 
-def across(
-    cp: ContextParallel,
-    attention: Attention,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *arguments: Any,
-    **options: Any,
+def ulysses_attention(
+    cp: ContextParallel, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Return the attention of this process's part of each sequence to the whole sequence. Collective.
 
-    `query`, `key` and `value` have the shapes that `attention` takes, except for the length, which is that of a part.
+    Arguments are those of `document_attention`, except that `query`, `key` and `value` have the length of a part.
     """
-    heads = query.shape[1]
+    heads, keys = query.shape[1], key.shape[1]
     # Each process computes the same number of heads, and needs the heads of keys and values that they attend to. If
     # there are fewer of these than processes, each is sent to several processes. If the heads don't divide evenly,
     # heads of zeros fill up, and their output is dropped.
-    copies = math.lcm(key.shape[1], cp.size) // key.shape[1] if heads % cp.size == 0 else heads // key.shape[1]
+    copies = math.lcm(keys, cp.size) // keys if heads % cp.size == 0 else heads // keys
+    tensors = [query, *(tensor.repeat_interleave(copies, 1) for tensor in (key, value))]
     # under autocast, rotary embeddings may have turned queries and keys into fp32, twice the bytes
-    tensors = [query.to(value.dtype), *(t.to(value.dtype).repeat_interleave(copies, 1) for t in (key, value))]
-    tensors = [F.pad(tensor, (0, 0, 0, 0, 0, -tensor.shape[1] % cp.size)) for tensor in tensors]
-    # shape (processes, batch, length of a part, heads per process, head size); values may have another head size
-    cut = [tensor.unflatten(1, (cp.size, -1)).permute(1, 0, 3, 2, 4) for tensor in tensors]
-    received = _all_to_all(torch.cat([tensor.flatten(3) for tensor in cut], -1), cp)
-    joined = torch.cat([*received], 1).split([tensor.shape[3:].numel() for tensor in cut], -1)
-    whole = (part.unflatten(-1, tensor.shape[3:]).transpose(1, 2) for part, tensor in zip(joined, cut, strict=True))
-    output, _ = attention(module, *whole, *arguments, **options)
+    tensors = [F.pad(t.to(value.dtype).transpose(1, 2), (0, 0, 0, -t.shape[1] % cp.size)) for t in tensors]
+    # shape (batch, length of a part, processes, heads per process, head size); values may have another head size
+    cut = [tensor.unflatten(2, (cp.size, -1)) for tensor in tensors]
+    received = _all_to_all(torch.cat([tensor.flatten(3) for tensor in cut], -1).movedim(2, 0), cp)
+    sizes = [tensor.shape[3:] for tensor in cut]
+    joined = torch.cat([*received], 1).split([size.numel() for size in sizes], -1)
+    whole = (part.unflatten(-1, size).transpose(1, 2) for part, size in zip(joined, sizes, strict=True))
+    output, _ = document_attention(module, *whole, *arguments, **options)
     parts = _all_to_all(output.unflatten(1, (cp.size, -1)).movedim(1, 0), cp)
     return torch.cat([*parts], 2)[:, :, :heads], None
 
