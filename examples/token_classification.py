@@ -17,8 +17,8 @@ from transformers import AutoModelForTokenClassification, DataCollatorForTokenCl
 
 from src.config.errors import UserError, listed
 from src.tasks.text.reading import PART_NAMES, as_json
-from src.tasks.text.text_classification import TextClassification
-from src.tasks.text.tokenizing import fold, require_known
+from src.tasks.text.text_classification import TextClassification, fold
+from src.tasks.text.tokenizing import require_known
 
 MAX_MISTAKES = 24
 """Rows of the table of mistakes."""

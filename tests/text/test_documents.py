@@ -22,7 +22,7 @@ from src.checkpoint.compatibility import require_same_data
 from src.config.config import changed_settings, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, encode_chat
 from src.tasks.text.model import save
 from src.tasks.text.packing import pack
 from src.tasks.text.reading import as_text
@@ -54,6 +54,10 @@ def chunks(
     rows = {
         column: [encoders.get(role, as_text)(value) for value in columns[column]] for role, column in row_format.items()
     }
+    if "messages" in row_format:
+        chats = (dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True))
+        rows = {"row": [encode_chat(chat, row_format, tokenizer, train_on_prompts) for chat in chats]}
+        row_format = {"row": "row"}
     return Chunker(row_format, tokenizer, length, train_on_prompts, 10**6).make_chunks(Dataset.from_dict(rows), "test")
 
 
@@ -364,7 +368,8 @@ def test_a_role_token_that_takes_in_the_space_after_it_is_not_learnt() -> None:
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     chat = ChatEncoder(tokenizer.chat_template)([CHAT[1], {"role": "assistant", "content": "    return 0 "}])
-    table = Chunker(CHATS, tokenizer, 64, False, 10**6).make_chunks(Dataset.from_dict({"m": [chat]}), "test")
+    rows = Dataset.from_dict({"row": [encode_chat({"m": chat}, CHATS, tokenizer, train_on_prompts=False)]})
+    table = Chunker({"row": "row"}, tokenizer, 64, False, 10**6).make_chunks(rows, "test")
     (labels,) = np.array(table["labels"])
     assert tokenizer.decode(labels[labels != -100]) == "return 0 <|end|>"
 

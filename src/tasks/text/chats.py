@@ -126,7 +126,7 @@ def as_tools(value: Any) -> str | None:
     """Return a chat's tools, a list or its JSON, as JSON; None if there are none. Raise a ValueError for anything
     else."""
     with reraised_as(ValueError, "is not a list of tools: "):
-        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+        tools = json.loads(value) if value and isinstance(value, str) else value
         for tool in tools or ():
             _ = {**tool, **tool.get("function", {})}  # both are mappings
         return as_json([*tools]) if tools else None
@@ -172,6 +172,18 @@ def _normalize_call(call: Message) -> Message:
 def _without_nulls(fields: Message) -> Message:
     """Return a message's fields without nulls: templates test whether a field is there."""
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def encode_chat(
+    row: dict[str, str], columns: dict[str, str], tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
+) -> str:
+    """Return a row of a chat, or of a prompt and a completion of messages, as the JSON of what `render_chat` returns.
+    Its values are encoded by ChatEncoder and `as_tools`; `columns` are their names by role."""
+    values = {role: row[column] for role, column in columns.items()}
+    prompt = [message | {"weight": 0} for message in json.loads(values.get("prompt", "[]"))]
+    chat = prompt + json.loads(values.get("messages") or values["completion"])
+    tools = json.loads(values.get("tools") or "null")
+    return as_json(render_chat(chat, tools, tokenizer, train_on_prompts))
 
 
 def render_chat(

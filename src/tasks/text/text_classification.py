@@ -2,7 +2,9 @@
 
 import copy
 from collections import Counter
-from functools import cached_property
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +22,16 @@ from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.model import FineTuning, check_fit
 from src.tasks.text.packing import Batch
-from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
+from src.tasks.text.reading import Encoders, Rows, as_label, as_text, cached_map, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
-from src.tasks.text.tokenizing import Labelling, fold, length_grouped, sorted_labels
+from src.tasks.text.tokenizing import require_known
 
-SHOWN = 20
-"""Number of most frequent labels whose counts are shown at the start of a run."""
-LONGEST_CELL = 200
-"""Maximum number of characters of a text that a table shows."""
+MAX_COUNTS = 20
+"""Labels whose counts are shown at the start of a run, the most frequent ones."""
+MAX_CELL = 200
+"""Characters of a text that a table shows."""
+MEGA_BATCH = 50
+"""Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
 
 
 class TextClassification(TextClassificationSettings, FineTuning):
@@ -59,8 +63,10 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def _labelled(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table of the rows as model inputs, with row numbers as `row`; on a second call, from the cache."""
         known = self._own_config.get_text_config().vocab_size
-        labelling = Labelling(self.label_column, self._written, self._tokenizer, self.sequence_length, known)
-        return cached_map(rows, labelling, f"tokenizing {desc}").add_column("row", range(len(rows)))
+        tokenize = partial(model_inputs, tokenizer=self._tokenizer, max_length=self.sequence_length, num_known=known)
+        inputs = cached_map(rows.remove_columns(self.label_column), tokenize, f"tokenizing {desc}")
+        labels = np.array([self._written.index(label) for label in rows[self.label_column]])
+        return inputs.add_column("label", labels).add_column("row", np.arange(len(rows)))
 
     def _learn_labels(self, train: Dataset, evaluation: Dataset) -> None:
         """Set the labels that the model knows, in the order of their ids: those that it was trained on or that its head
@@ -111,16 +117,16 @@ class TextClassification(TextClassificationSettings, FineTuning):
             "truncated": sum(dataset["truncated"][:]),
             "skipped_rows": self._skipped_rows[part],
             "labels": len(counts),
-            **{f"label {self._labels[label]}": count for label, count in counts.most_common(SHOWN)},
+            **{f"label {self._labels[label]}": count for label, count in counts.most_common(MAX_COUNTS)},
         }
 
     def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:
         return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
 
     def collate(self, samples: list[Any]) -> Batch:
-        names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
-        rows = [{name: sample[name] for name in names} for sample in samples]
-        inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
+        names = (name for name in self._tokenizer.model_input_names if name in samples[0])
+        columns = {name: [sample[name] for sample in samples] for name in names}
+        inputs = self._tokenizer.pad(columns, padding_side="right", return_tensors="pt", verbose=False)
         return {
             "inputs": dict(inputs),
             "labels": torch.tensor([sample["label"] for sample in samples]),
@@ -184,7 +190,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
         def show(index: int) -> dict[str, str]:
             texts = zip(("text", "text_pair"), self._texts[index].values(), strict=False)
-            return {name: text[:LONGEST_CELL] for name, text in texts}
+            return {name: text[:MAX_CELL] for name, text in texts}
 
         return label_tables(outputs, self._labels, show)
 
@@ -195,11 +201,45 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def load_export(self, folder: Path) -> Any:
         # adapters have been merged into the weights
         exported = self.model_copy(update={"model": str(folder), "revision": None, "lora": Lora()})
-        labels = list((exported._own_config.id2label or {}).values())
+        labels = [*exported._own_config.id2label.values()]
         self.state.data["labels"] = exported.state.data["labels"] = labels
         # the data are read with the export's tokenizer and config, not with those of task.model
-        vars(self).update(_tokenizer=exported._tokenizer, _own_config=exported._own_config)
+        self._tokenizer, self._own_config = exported._tokenizer, exported._own_config
         return exported.build_model()
 
     def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}
+
+
+def sorted_labels(labels: Iterable[str]) -> list[str]:
+    """Return the labels, sorted: numbers by value, names alphabetically."""
+    names = sorted(labels)  # 1 and 01 in the same order on every process
+    with suppress(ValueError):  # transformers calls the label 1 LABEL_1
+        return sorted(names, key=lambda name: float(name.removeprefix("LABEL_")))
+    return names
+
+
+def fold(label: str) -> str:
+    """Return a label without its case and white space."""
+    return "".join(label.split()).casefold()
+
+
+def model_inputs(texts: Rows, tokenizer: PreTrainedTokenizerFast, max_length: int, num_known: int) -> Rows:
+    """Return a model's inputs, their `length` in tokens, and whether it was `truncated`, for texts, or pairs of texts,
+    by column. Raise a UserError if the model, which knows so many tokens, does not know one of theirs."""
+    encoded = tokenizer(*texts.values(), truncation=True, max_length=max_length)
+    require_known(np.concatenate(encoded["input_ids"]), tokenizer, num_known)
+    tokenizer.backend_tokenizer.no_truncation()  # remembered, it would change the fingerprint
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    return {**encoded, "length": lengths, "truncated": [bool(cut.overflowing) for cut in encoded.encodings or []]}
+
+
+def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
+    """Return indices, each once, in an order that groups texts of similar lengths into batches and shuffles the
+    batches; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
+    order = random.permutation(len(lengths))
+    mega_batch = np.arange(len(order)) // (MEGA_BATCH * batch_size)
+    order = order[np.lexsort((-lengths[order], mega_batch))]
+    whole = len(order) // batch_size * batch_size
+    batches = random.permutation(order[:whole].reshape(-1, batch_size))
+    return np.concatenate([batches.reshape(-1), order[whole:]])
