@@ -175,8 +175,8 @@ class Dpo(Decoder):
             if not self._tokenizer.chat_template:
                 raise UserError("the tokenizer has no chat template: name a model that was trained on chats")
             write = partial(encode_chat, columns=columns, tokenizer=self._tokenizer, train_on_prompts=False)
-            answers = [[{"row": write(answer)} for answer in of_all] for of_all in answers]
-            columns = {"row": "row"}
+            answers = [[{"chat": write(answer)} for answer in of_all] for of_all in answers]
+            columns = {"chat": "chat"}
         known = self._config.get_text_config().vocab_size
         chunker = Chunker(columns, self._tokenizer, self.sequence_length, train_on_prompts=False, num_known=known)
         return [*zip(*(chunker.make_chunks(Dataset.from_list(rows), "answers") for rows in answers), strict=True)]

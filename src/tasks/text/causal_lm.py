@@ -2,8 +2,9 @@
 
 import math
 from functools import cached_property, partial
+from heapq import nlargest
 from itertools import groupby
-from operator import mul
+from operator import itemgetter, mul
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,12 +25,6 @@ from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack
 from src.tasks.text.reading import ROW, Encoder, Encoders, Rows, Source, as_text
 from src.tasks.text.settings import CausalLMSettings
 from src.tasks.text.tokenizing import Chunker, Columns
-
-ROW_NAMES = {"row": "chat", "completion": "prompt", "text": "text"}
-"""What a row of the data is, by the first of the columns that are read."""
-SUMS = ("nats", "targets", "correct")
-"""Sums over a sequence in an evaluation: the loss, the number of targets, and how many of them were the likeliest
-token."""
 
 MAX_SAMPLES, MAX_SAMPLE = 8, 1000
 """Sequences in the table of an evaluation, and characters of each."""
@@ -137,7 +132,7 @@ class CausalLM(CausalLMSettings, Decoder):
             remarks.append(f"chats are dated {date}, when this run began")
             tokenizer = with_date(tokenizer, date)
         columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
-        self._columns = {"row": ROW}
+        self._columns = {"chat": ROW}
         encoders: dict[str, Encoder] = dict.fromkeys(columns.values(), ChatEncoder(template))
         own = {"columns": columns, "tokenizer": tokenizer, "train_on_prompts": self.train_on_prompts}
         return encoders | {"tools": as_tools, ROW: partial(encode_chat, **own)}
@@ -167,7 +162,7 @@ class CausalLM(CausalLMSettings, Decoder):
         return dataset.fingerprint()
 
     def dataset_size(self, dataset: Sequences) -> str:
-        rows, sequences, kind = dataset.num_rows, len(dataset), ROW_NAMES[min(self._columns)]
+        rows, sequences, (kind, *_) = dataset.num_rows, len(dataset), self._columns
         length = f"sequence{'s' * (sequences > 1)} of {self.sequence_length:,}"
         return f"{rows:,} {kind}{'s' * (rows > 1)} in {sequences:,} {length}"
 
@@ -229,29 +224,30 @@ class CausalLM(CausalLMSettings, Decoder):
         return nats.sum(), self.scores(batch, nats, correct)
 
     def scores(self, batch: Batch, nats: Tensor, correct: Tensor) -> Tensors:
-        """Return sums over each sequence, by name, from what `LanguageModel` returns for each target."""
-        sums = by_sequence(batch, torch.stack([nats, torch.ones_like(nats), correct], 1))
-        return dict(zip(SUMS, sums.unbind(1), strict=True))
+        """Return sums over each sequence, by name, from what `LanguageModel` returns for each target: the loss, the
+        number of targets, and how many of them were the likeliest token."""
+        values = {"nats": nats, "targets": torch.ones_like(nats), "correct": correct}
+        return {name: by_sequence(batch, of_targets) for name, of_targets in values.items()}
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
-        nats, targets, correct = (outputs[name].double().sum().item() for name in SUMS)
+        nats, targets, correct = (outputs[name].double().sum().item() for name in ("nats", "targets", "correct"))
         return {"perplexity": math.exp(min(nats / targets, 700.0)), "accuracy": correct / targets}
 
     def tables(self, outputs: Tensors, dataset: Sequences) -> Tables:
         losses = (outputs["nats"] / outputs["targets"].clamp(min=1)).tolist()
-        hardest = sorted(range(len(losses)), key=lambda i: -losses[i])[:MAX_SAMPLES]
-        return {"hardest": [{"loss": losses[i], "text": self.preview(dataset, i)[:MAX_SAMPLE]} for i in hardest]}
+        hardest = nlargest(MAX_SAMPLES, enumerate(losses), key=itemgetter(1))
+        return {"hardest": [{"loss": loss, "text": self.preview(dataset, i)[:MAX_SAMPLE]} for i, loss in hardest]}
 
     def load_export(self, folder: Path) -> LanguageModel:
         return LanguageModel(load_exported(folder, self.base_dtype))
 
 
 def by_sequence(batch: Batch, values: Tensor) -> Tensor:
-    """Return the sums over each sequence of a batch, given the values of each target; shape (sequences, n) and
-    (targets, n)."""
+    """Return the sums over each sequence of a batch, given the values of each target; shape (sequences, ...) and
+    (targets, ...)."""
     tokens = batch["inputs"]["input_ids"]
     rows = batch["inputs"]["index"] // tokens.shape[1]
-    return values.new_zeros(len(tokens), values.shape[1]).index_add(0, rows, values)
+    return values.new_zeros(len(tokens), *values.shape[1:]).index_add(0, rows, values)
 
 
 def cut_text(rows: Rows, fraction: float) -> Rows:

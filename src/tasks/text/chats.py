@@ -105,21 +105,19 @@ class ChatEncoder:
         if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
             raise ValueError(f"is not a list of messages, {MAX_MESSAGES:,} at most")
         chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
-        known = role_names(self.template)
-        if unknown := {message["role"] for message in chat} - known.keys():
+        roles = {message["role"]: written_role(message["role"], self.template) for message in chat}
+        if unknown := listed(sorted(role for role, written in roles.items() if not written)):
             usual = ", ".join(USUAL_ROLES)
-            raise ValueError(
-                f"has turns of unknown roles, {listed(sorted(unknown))}: neither {usual} nor in the chat template"
-            )
-        return as_json([message | {"role": known[message["role"]]} for message in chat])
+            raise ValueError(f"has turns of unknown roles, {unknown}: neither {usual} nor in the chat template")
+        return as_json([message | {"role": roles[message["role"]]} for message in chat])
 
 
 @lru_cache
-def role_names(template: str) -> dict[str, str]:
-    """Return the roles that messages may have, in lower case, and how the chat template writes each."""
-    named = {first or second for first, second in re.findall(r"'([^']+)'|\"([^\"]+)\"", template)}
-    # lower case comes last, and wins
-    return {role: role for role in USUAL_ROLES} | {name.lower(): name for name in sorted(named)}
+def written_role(role: str, template: str) -> str | None:
+    """Return a role, given in lower case, as the chat template writes it; None if neither it nor the standard has such
+    a role."""
+    named = re.findall(rf"['\"]({re.escape(role)})['\"]", template, re.IGNORECASE)
+    return max(named, default=role if role in USUAL_ROLES else None)  # lower case comes last
 
 
 def as_tools(value: Any) -> str | None:
@@ -201,13 +199,12 @@ def render_chat(
     if train_on_prompts:
         return text, None
     template = tokenizer.get_chat_template(tools=tools)
-    learnt = [
-        i for i, message in enumerate(chat) if message["role"].lower() == "assistant" and message.get("weight") != 0
-    ]
-    if "endgeneration" in template and all(message.get("weight") != 0 for message in chat):
+    has_weight = [message.get("weight") != 0 for message in chat]
+    if "endgeneration" in template and all(has_weight):
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
         return text, marked[0]
+    learnt = [i for i, message in enumerate(chat) if has_weight[i] and message["role"].lower() == "assistant"]
     return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
 
 
@@ -260,9 +257,8 @@ def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
         text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
         _, answer, end = text.partition(ANSWER["content"])
         after = end if answer else after
-    after = tokenizer.encode(after, add_special_tokens=False)
-    added = tokenizer.added_tokens_decoder
-    return [added[token].content for token in after if token in added and added[token].content.strip()]
+    added = tokenizer.get_added_vocab()
+    return [token for token in tokenizer.tokenize(after) if token in added and token.strip()]
 
 
 def _without_empty_thought(message: Message, start: int, end: int, text: str) -> Span:
@@ -294,8 +290,8 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
     # templates reject an empty chat; its beginning is what doesn't change with the answer
     given = render(chat[:i], prompts_answer=True) if i else render([ANSWER | {"role": chat[0]["role"]}, *chat[1:]])
     start = len(commonprefix([given, text]))  # noqa: RUF071  # by character, not by part of a path
-    is_found = not i or start == len(given) or text.startswith(render(chat[:i]).removesuffix(eos))
     turn, rest = render(chat[: i + 1])[start:], text[start:]
+    is_found = not i or start == len(given) or text.startswith(render(chat[:i]).removesuffix(eos))
     if not rest.startswith(turn):
         turn = turn.removesuffix(eos)
     sizes = range(min(len(turn), len(rest)), 0, -1)  # the turn's beginning may be left out

@@ -80,8 +80,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
         head: Any = self._own_config.id2label
         # LABEL_0 is transformers' name for a label without one
         names = self._labels or [str(head[i]) for i in sorted(head) if head[i] != f"LABEL_{i}"]
-        folded = {fold(label): label for label in sorted(found)}
-        written = [name if name in found else folded.get(fold(name), name) for name in names]
+        written = as_written(names, found)
         if found.isdisjoint(written):
             if new == [*map(str, range(len(names)))]:
                 written = new
@@ -99,8 +98,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         train, evaluation = super().split(rows, dataset)
-        known = {*train[self.label_column]}
-        is_known = np.array([label in known for label in evaluation[self.label_column]])
+        is_known = np.isin(evaluation[self.label_column][:], train[self.label_column][:])
         if self.eval_from != "random" or not is_known.any():
             return train, evaluation
         # a row with a label of its own is trained on, as the model has to know it
@@ -121,7 +119,15 @@ class TextClassification(TextClassificationSettings, FineTuning):
         }
 
     def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:
-        return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
+        """Group texts of similar lengths into batches, which need less padding, and shuffle these. The last batch may
+        be smaller."""
+        lengths = train.with_format("numpy")["length"][:]
+        order = random.permutation(len(lengths))
+        group = np.arange(len(order)) // (MEGA_BATCH * global_batch_size)
+        order = order[np.lexsort((-lengths[order], group))]
+        whole = len(order) // global_batch_size * global_batch_size
+        batches = random.permutation(order[:whole].reshape(-1, global_batch_size))
+        return np.concatenate([batches.reshape(-1), order[whole:]])
 
     def collate(self, samples: list[Any]) -> Batch:
         names = (name for name in self._tokenizer.model_input_names if name in samples[0])
@@ -219,8 +225,14 @@ def sorted_labels(labels: Iterable[str]) -> list[str]:
     return names
 
 
-def fold(label: str) -> str:
-    """Return a label without its case and white space."""
+def as_written(names: list[str], found: set[str]) -> list[str]:
+    """Return these names as the data write them, in which these labels were found: maybe in another case, or with other
+    white space."""
+    folded = {_fold(label): label for label in sorted(found)}
+    return [name if name in found else folded.get(_fold(name), name) for name in names]
+
+
+def _fold(label: str) -> str:
     return "".join(label.split()).casefold()
 
 
@@ -232,14 +244,3 @@ def model_inputs(texts: Rows, tokenizer: PreTrainedTokenizerFast, max_length: in
     tokenizer.backend_tokenizer.no_truncation()  # remembered, it would change the fingerprint
     lengths = [len(ids) for ids in encoded["input_ids"]]
     return {**encoded, "length": lengths, "truncated": [bool(cut.overflowing) for cut in encoded.encodings or []]}
-
-
-def length_grouped(lengths: np.ndarray, random: np.random.Generator, batch_size: int) -> np.ndarray:
-    """Return indices, each once, in an order that groups texts of similar lengths into batches and shuffles the
-    batches; `lengths` and indices have shape (examples,), int64. The last batch may be smaller."""
-    order = random.permutation(len(lengths))
-    mega_batch = np.arange(len(order)) // (MEGA_BATCH * batch_size)
-    order = order[np.lexsort((-lengths[order], mega_batch))]
-    whole = len(order) // batch_size * batch_size
-    batches = random.permutation(order[:whole].reshape(-1, batch_size))
-    return np.concatenate([batches.reshape(-1), order[whole:]])

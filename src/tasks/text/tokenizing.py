@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -73,7 +74,7 @@ CHUNK_FEATURES = Features(
 contribute to the loss."""
 
 Columns = dict[str, str]
-"""Names of columns by role: text; or prompt and completion; or row, which has a chat as `encode_chat` returns it."""
+"""Names of columns by role: text; or prompt and completion; or chat, as `encode_chat` returns it."""
 
 
 @dataclass(frozen=True)
@@ -96,24 +97,23 @@ class Chunker:
     def chunks(self, batch: Rows) -> pa.Table:
         """Return the columns of CHUNK_FEATURES for a batch of rows with the columns of `columns`, in that order. A row
         may have no chunks."""
-        rows = (dict(zip(self.columns, row, strict=True)) for row in zip(*batch.values(), strict=True))
-        chunks = [{"row": place, **chunk} for place, row in enumerate(rows) for chunk in self._row_chunks(row)]
+        rows = enumerate(zip(*batch.values(), strict=True))
+        chunks = [{"row": place, **chunk} for place, row in rows for chunk in self._row_chunks(*row)]
         return pa.Table.from_pylist(chunks, CHUNK_FEATURES.arrow_schema)
 
-    def _row_chunks(self, row: dict[str, str]) -> Iterator[Chunk]:
-        """Yield the chunks of a row, given as values by role: all of them for raw text, else the first one."""
+    def _row_chunks(self, text: str, completion: str = "") -> Iterator[Chunk]:
+        """Yield the chunks of a row, which is a text, a prompt with its completion, or a chat: all of them for raw
+        text, else the first one."""
         spans: Spans | None = None
-        if "row" in row:
-            text, spans = json.loads(row["row"])
-        elif "text" in row:
-            text = row["text"]
-        else:
-            text = row["prompt"] + row["completion"]
-            spans = None if self.train_on_prompts else [(len(row["prompt"]), len(text))]
-        ids, labels = encode(text, spans, self.tokenizer, has_ends="row" in row)
+        is_chat = "chat" in self.columns
+        if is_chat:
+            text, spans = json.loads(text)
+        elif completion and not self.train_on_prompts:
+            spans = [(len(text), len(text + completion))]
+        ids, labels = encode(text + completion, spans, self.tokenizer, has_ends=is_chat)
         require_known(ids, self.tokenizer, self.num_known)
         labels = labels[1:]  # the last token is predicted, and predicts nothing
-        length, splits = self.sequence_length, "text" in row
+        length, splits = self.sequence_length, "text" in self.columns
         for first in range(0, len(labels), length)[: None if splits else 1]:
             own = labels[first : first + length]
             yield {
@@ -153,7 +153,7 @@ def _within(spans: Spans, offsets: np.ndarray, is_added: np.ndarray) -> np.ndarr
     # an added token may have taken in the white space after it: where it starts decides
     ends = np.where(is_added, starts + 1, ends)
     # some tokenizers report whitespace tokens as empty: each then spans what is between its neighbours
-    starts = np.where(starts == ends, np.concatenate([[0], np.maximum.accumulate(ends)])[:-1], starts)
+    starts = np.where(starts == ends, np.maximum.accumulate(np.append(0, ends[:-1])), starts)
     found = [(ends > first) & (starts < last) & (ends > starts) for first, last in spans]
     return np.any(found, axis=0)
 
@@ -179,10 +179,9 @@ def _slices(text: str, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[int
 def missing_ends(text: str, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
     """Return the tokens that begin a document and those that end it, unless the text has them: the eos token at the
     end, even if the tokenizer adds none."""
-    encoded = tokenizer("a", return_special_tokens_mask=True)
-    ids, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
-    first, last = is_special.index(0), len(ids) - is_special[::-1].index(0)
-    before, after = ids[:first], ids[last:]
+    encoded: Any = tokenizer("a")
+    first, last = encoded.word_to_tokens(0)
+    before, after = encoded["input_ids"][:first], encoded["input_ids"][last:]
     if tokenizer.eos_token_id not in (None, *after):
         after.append(tokenizer.eos_token_id)
     # text that a chat template wrote has its own ends, and the model would learn to write them twice
