@@ -22,7 +22,7 @@ from src.tasks.text.context_parallel import register, shard_batch
 from src.tasks.text.loss import LanguageModel, document_lengths, failure, require_decoder, require_splittable
 from src.tasks.text.model import Decoder, add_rows, add_tokens, load_exported
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack
-from src.tasks.text.reading import ROW, Encoder, Encoders, Rows, Source, as_text
+from src.tasks.text.reading import ROW, Encoders, Rows, Source, as_text
 from src.tasks.text.settings import CausalLMSettings
 from src.tasks.text.tokenizing import Chunker, Columns
 
@@ -133,9 +133,8 @@ class CausalLM(CausalLMSettings, Decoder):
             tokenizer = with_date(tokenizer, date)
         columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
         self._columns = {"chat": ROW}
-        encoders: dict[str, Encoder] = dict.fromkeys(columns.values(), ChatEncoder(template))
-        own = {"columns": columns, "tokenizer": tokenizer, "train_on_prompts": self.train_on_prompts}
-        return encoders | {"tools": as_tools, ROW: partial(encode_chat, **own)}
+        write = partial(encode_chat, columns=columns, tokenizer=tokenizer, train_on_prompts=self.train_on_prompts)
+        return {**dict.fromkeys(columns.values(), ChatEncoder(template)), "tools": as_tools, ROW: write}
 
     @property
     def chunker(self) -> Chunker:
@@ -205,12 +204,8 @@ class CausalLM(CausalLMSettings, Decoder):
         return text
 
     def count(self, batch: Batch) -> Counts:
-        inputs = batch["inputs"]
-        return {
-            "targets": len(inputs["targets"]),
-            "tokens": batch["tokens"],
-            "padded_tokens": inputs["input_ids"].numel(),
-        }
+        inputs, tokens = batch["inputs"], batch["tokens"]
+        return {"targets": len(inputs["targets"]), "tokens": tokens, "padded_tokens": inputs["input_ids"].numel()}
 
     def flops(self, model: LanguageModel, batch: Batch) -> float:
         counts = batch["tokens"], len(batch["inputs"]["targets"]), batch["pairs"]

@@ -78,7 +78,7 @@ MAX_MESSAGES = 5_000
 """In a chat: the template writes it again for each of the assistant's turns."""
 OTHER = "set --task.chat_template=chatml, which writes tools, calls and thoughts, or another, or change the row"
 """What to do about a template that cannot be used."""
-LONGEST_TAG = 20
+MAX_TAG = 20
 """Maximum length of a thought's opening tag, with the space around it, before a turn, in characters."""
 THINK = r"[\w:]{0,20}think\w{0,20}"
 """The name in a tag, bounded so that no text takes a time that grows with the square of its length."""
@@ -96,8 +96,8 @@ DATE = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Returns messages as JSON, for a chat template. Raises a ValueError if one of them is not a message, or has an
-    unknown role: the model would learn nothing from it."""
+    """Returns messages as JSON, for a chat template. Raises a ValueError if one of them is not a message, or has a role
+    that neither the standard nor the template knows."""
 
     template: str
 
@@ -106,9 +106,9 @@ class ChatEncoder:
             raise ValueError(f"is not a list of messages, {MAX_MESSAGES:,} at most")
         chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
         roles = {message["role"]: written_role(message["role"], self.template) for message in chat}
-        if unknown := listed(sorted(role for role, written in roles.items() if not written)):
-            usual = ", ".join(USUAL_ROLES)
-            raise ValueError(f"has turns of unknown roles, {unknown}: neither {usual} nor in the chat template")
+        if unknown := sorted(role for role, written in roles.items() if not written):
+            says = f"neither {', '.join(USUAL_ROLES)} nor in the chat template"
+            raise ValueError(f"has turns of unknown roles, {listed(unknown)}: {says}")
         return as_json([message | {"role": roles[message["role"]]} for message in chat])
 
 
@@ -254,8 +254,9 @@ def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     there is no template, or it rejects a simple chat."""
     after = str(tokenizer.eos_token)
     with suppress(UserError):  # the template may want more of a chat than this one has
-        text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
-        _, answer, end = text.partition(ANSWER["content"])
+        _, answer, end = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None).partition(
+            ANSWER["content"]
+        )
         after = end if answer else after
     added = tokenizer.get_added_vocab()
     return [token for token in tokenizer.tokenize(after) if token in added and token.strip()]
@@ -265,7 +266,7 @@ def _without_empty_thought(message: Message, start: int, end: int, text: str) ->
     """Return the part of the text that is a turn, without the empty thought that templates of models with optional
     thinking write into a turn that has none: in the loss, it would teach the model not to think (NeMo Automodel issue
     3738)."""
-    for begin in range(max(0, start - LONGEST_TAG), start + 1):  # some generation prompts end with <think>
+    for begin in range(max(0, start - MAX_TAG), start + 1):  # some generation prompts end with <think>
         thought = EMPTY_THOUGHT.match(text, begin, end)
         if thought and start < thought.end() and not EMPTY_THOUGHT.match(message["content"]):
             return thought.end(), end

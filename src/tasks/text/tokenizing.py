@@ -91,13 +91,11 @@ class Chunker:
     def make_chunks(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table with the columns of CHUNK_FEATURES; later calls, even in another process, read it from the
         cache."""
-        rows = rows.select_columns([*self.columns.values()])
         return cached_map(rows, self.chunks, f"tokenizing {desc}", features=CHUNK_FEATURES, batch_size=100)
 
     def chunks(self, batch: Rows) -> pa.Table:
-        """Return the columns of CHUNK_FEATURES for a batch of rows with the columns of `columns`, in that order. A row
-        may have no chunks."""
-        rows = enumerate(zip(*batch.values(), strict=True))
+        """Return the columns of CHUNK_FEATURES for a batch of rows. A row may have no chunks."""
+        rows = enumerate(zip(*(batch[name] for name in self.columns.values()), strict=True))
         chunks = [{"row": place, **chunk} for place, row in rows for chunk in self._row_chunks(*row)]
         return pa.Table.from_pylist(chunks, CHUNK_FEATURES.arrow_schema)
 
