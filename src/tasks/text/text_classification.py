@@ -207,8 +207,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def load_export(self, folder: Path) -> Any:
         # adapters have been merged into the weights
         exported = self.model_copy(update={"model": str(folder), "revision": None, "lora": Lora()})
-        labels = [*exported._own_config.id2label.values()]
-        self.state.data["labels"] = exported.state.data["labels"] = labels
+        names: Any = exported._own_config.id2label
+        self.state.data["labels"] = exported.state.data["labels"] = [*names.values()]
         # the data are read with the export's tokenizer and config, not with those of task.model
         self._tokenizer, self._own_config = exported._tokenizer, exported._own_config
         return exported.build_model()

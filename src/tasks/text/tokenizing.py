@@ -130,7 +130,7 @@ def encode(
     int32 of shape (tokens,). Unless a chat template wrote it, so that it `has_ends`, those that begin and end a
     document are added; the last one is always learnt."""
     before, after = ([], []) if has_ends else missing_ends(text, tokenizer)
-    parts = [(before, before if spans is None else [-100] * len(before))]
+    parts: list[Any] = [(before, before if spans is None else [-100] * len(before))]
     for start, known, part in _slices(text, tokenizer):
         encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=spans is not None, verbose=False)
         ids = labels = np.array(encoded["input_ids"], np.int32)
