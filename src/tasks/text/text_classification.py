@@ -62,11 +62,10 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def _labelled(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table of the rows as model inputs, with row numbers as `row`; on a second call, from the cache."""
-        known = self._own_config.get_text_config().vocab_size
-        tokenize = partial(model_inputs, tokenizer=self._tokenizer, max_length=self.sequence_length, num_known=known)
-        inputs = cached_map(rows.remove_columns(self.label_column), tokenize, f"tokenizing {desc}")
-        labels = np.array([self._written.index(label) for label in rows[self.label_column]])
-        return inputs.add_column("label", labels).add_column("row", np.arange(len(rows)))
+        known, length = self._own_config.get_text_config().vocab_size, self.sequence_length
+        fixed = {"labels": self._written, "tokenizer": self._tokenizer, "max_length": length, "num_known": known}
+        inputs = cached_map(rows, partial(model_inputs, **fixed), f"tokenizing {desc}")
+        return inputs.add_column("row", range(len(rows)))
 
     def _learn_labels(self, train: Dataset, evaluation: Dataset) -> None:
         """Set the labels that the model knows, in the order of their ids: those that it was trained on or that its head
@@ -236,11 +235,19 @@ def _fold(label: str) -> str:
     return "".join(label.split()).casefold()
 
 
-def model_inputs(texts: Rows, tokenizer: PreTrainedTokenizerFast, max_length: int, num_known: int) -> Rows:
-    """Return a model's inputs, their `length` in tokens, and whether it was `truncated`, for texts, or pairs of texts,
-    by column. Raise a UserError if the model, which knows so many tokens, does not know one of theirs."""
-    encoded = tokenizer(*texts.values(), truncation=True, max_length=max_length)
+def model_inputs(
+    rows: Rows, labels: list[str], tokenizer: PreTrainedTokenizerFast, max_length: int, num_known: int
+) -> Rows:
+    """Return a model's inputs for rows of a text, or a pair of texts, and one of these labels, in this order; and as
+    `label` its place among them, the `length` in tokens, and whether the text was `truncated`. Raise a UserError if the
+    model, which knows so many tokens, does not know one of them."""
+    *texts, written = rows.values()
+    encoded = tokenizer(*texts, truncation=True, max_length=max_length)
     require_known(np.concatenate(encoded["input_ids"]), tokenizer, num_known)
     tokenizer.backend_tokenizer.no_truncation()  # remembered, it would change the fingerprint
-    lengths = [len(ids) for ids in encoded["input_ids"]]
-    return {**encoded, "length": lengths, "truncated": [bool(cut.overflowing) for cut in encoded.encodings or []]}
+    return {
+        **encoded,
+        "label": [labels.index(label) for label in written],
+        "length": [len(ids) for ids in encoded["input_ids"]],
+        "truncated": [bool(encoding.overflowing) for encoding in encoded.encodings or []],
+    }
