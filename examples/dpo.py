@@ -24,14 +24,14 @@ from torch.nn.utils.rnn import pad_sequence
 from src.config.errors import UserError
 from src.config.settings import Values
 from src.tasks.base import Counts
-from src.tasks.text.chats import Chat, ChatEncoder, as_tools
+from src.tasks.text.chats import Chat, ChatEncoder, as_tools, encode_chat
 from src.tasks.text.fine_tuning import Decoder
 from src.tasks.text.load import fsdp_blocks, load_exported
 from src.tasks.text.reading import PART_NAMES, as_json, as_text
 from src.tasks.text.tokenizing import Chunker
 
 Answer = dict[str, str | None]
-"""An answer with what it answers, as a Chunker reads them: prompt and completion, or messages and tools."""
+"""An answer with what it answers: prompt and completion, or messages and tools as `encode_chat` reads them."""
 
 
 class PolicyAndReference(nn.Module):
@@ -170,13 +170,17 @@ class Dpo(Decoder):
             raise UserError(
                 f"task.dataset={self.dataset}: some rows of {where} are texts, and others lists of messages"
             )
+        answers = [[*of_all] for of_all in zip(*pairs, strict=True)]
         columns = {name: name for name in formats.pop()}
-        if "messages" in columns and not self._tokenizer.chat_template:
-            raise UserError("the tokenizer has no chat template: name a model that was trained on chats")
+        if "messages" in columns:
+            if not self._tokenizer.chat_template:
+                raise UserError("the tokenizer has no chat template: name a model that was trained on chats")
+            write = partial(encode_chat, columns=columns, tokenizer=self._tokenizer, train_on_prompts=False)
+            answers = [[{"chat": write(answer)} for answer in of_all] for of_all in answers]
+            columns = {"chat": "chat"}
         known = self._config.get_text_config().vocab_size
         chunker = Chunker(columns, self._tokenizer, self.sequence_length, train_on_prompts=False, num_known=known)
-        answers = (Dataset.from_list([*of_all]) for of_all in zip(*pairs, strict=True))
-        return [*zip(*(chunker.make_chunks(rows, "answers") for rows in answers), strict=True)]
+        return [*zip(*(chunker.make_chunks(Dataset.from_list(rows), "answers") for rows in answers), strict=True)]
 
     def fingerprint(self, dataset: list[Any]) -> str:
         return hashlib.sha256(repr(dataset).encode()).hexdigest()

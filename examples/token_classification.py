@@ -17,8 +17,8 @@ from transformers import AutoModelForTokenClassification, DataCollatorForTokenCl
 
 from src.config.errors import UserError, listed
 from src.tasks.text.reading import PART_NAMES, as_json
-from src.tasks.text.text_classification import TextClassification
-from src.tasks.text.tokenizing import fold, require_known
+from src.tasks.text.text_classification import TextClassification, as_written
+from src.tasks.text.tokenizing import require_known
 
 MAX_MISTAKES = 24
 """Rows of the table of mistakes."""
@@ -64,8 +64,7 @@ class TokenClassification(TextClassification):
         they have only some of a head's."""
         head: Any = self._own_config.id2label
         names = self._labels or [str(head[i]) for i in sorted(head)]
-        folded = {fold(tag): tag for tag in sorted(found)}
-        written = [folded.get(fold(name), name) for name in names]
+        written = as_written(names, found)
         if not self._labels:
             others = listed(sorted(found - {*written}))
             if not found & {*written} - {"O"}:

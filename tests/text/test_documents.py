@@ -22,7 +22,7 @@ from src.checkpoint.compatibility import require_same_data
 from src.config.config import changed_settings, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, encode_chat
 from src.tasks.text.export import save
 from src.tasks.text.packing import pack
 from src.tasks.text.reading import as_text
@@ -54,6 +54,10 @@ def chunks(
     rows = {
         column: [encoders.get(role, as_text)(value) for value in columns[column]] for role, column in row_format.items()
     }
+    if "messages" in row_format:
+        chats = (dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True))
+        rows = {"chat": [encode_chat(chat, row_format, tokenizer, train_on_prompts) for chat in chats]}
+        row_format = {"chat": "chat"}
     return Chunker(row_format, tokenizer, length, train_on_prompts, 10**6).make_chunks(Dataset.from_dict(rows), "test")
 
 
@@ -364,7 +368,8 @@ def test_a_role_token_that_takes_in_the_space_after_it_is_not_learnt() -> None:
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     chat = ChatEncoder(tokenizer.chat_template)([CHAT[1], {"role": "assistant", "content": "    return 0 "}])
-    table = Chunker(CHATS, tokenizer, 64, False, 10**6).make_chunks(Dataset.from_dict({"m": [chat]}), "test")
+    rows = Dataset.from_dict({"chat": [encode_chat({"m": chat}, CHATS, tokenizer, train_on_prompts=False)]})
+    table = Chunker({"chat": "chat"}, tokenizer, 64, False, 10**6).make_chunks(rows, "test")
     (labels,) = np.array(table["labels"])
     assert tokenizer.decode(labels[labels != -100]) == "return 0 <|end|>"
 
@@ -435,7 +440,8 @@ def test_packing_keeps_each_chunk_whole_and_fills_the_sequences() -> None:
     texts = ["x" * int(n) for n in np.random.default_rng(0).integers(1, 40, 300)]
     table = chunks(TEXT, length=64, t=texts)
     together, apart = pack(table, 64, 300), pack(table, None, 300)
-    assert sorted(together.rows.tolist()) == list(range(300)) == apart.rows.tolist()
+    rows, alone = (packed.sequences.flatten().to_pylist() for packed in (together, apart))
+    assert sorted(rows) == list(range(300)) == alone
     sequences = together.__getitems__([*range(len(together))])
     sizes = [sum(len(chunk["input_ids"]) for chunk in sequence) for sequence in sequences]
     assert max(sizes) <= 64

@@ -11,8 +11,8 @@ from transformers import AutoConfig
 from src.config.errors import UserError
 from src.tasks.base import samples
 from src.tasks.text.reading import as_label
-from src.tasks.text.text_classification import TextClassification
-from src.tasks.text.tokenizing import byte_tokenizer, sorted_labels
+from src.tasks.text.text_classification import TextClassification, sorted_labels
+from src.tasks.text.tokenizing import byte_tokenizer
 from tests.text import tiny
 
 COLUMN = "task.label_column=label:"

@@ -1,9 +1,10 @@
 """Next-token prediction with any transformers decoder, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
+from heapq import nlargest
 from itertools import groupby
-from operator import mul
+from operator import itemgetter, mul
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,29 +15,30 @@ from pydantic import PrivateAttr
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from src.config.errors import UserError, as_user_error
+from src.config.errors import UserError, as_user_error, listed
 from src.tasks.base import Counts, Tables, Tensors
 from src.tasks.text.adapters import add_embeddings, add_tokens
 from src.tasks.text.attention import document_lengths
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, ends_of_turn, with_date
+from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, encode_chat, ends_of_turn, with_date
 from src.tasks.text.context_parallel import register, shard_batch
 from src.tasks.text.fine_tuning import Decoder
 from src.tasks.text.load import load_exported
 from src.tasks.text.loss import LanguageModel
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack
-from src.tasks.text.reading import ROW, Encoder, Encoders, Source, as_text
+from src.tasks.text.reading import ROW, Encoders, Rows, Source, as_text
 from src.tasks.text.settings import CausalLMSettings
-from src.tasks.text.tokenizing import Chunker, Columns, find_columns, split_text
+from src.tasks.text.tokenizing import Chunker, Columns
 from src.tasks.text.trial import require_decoder, require_splittable, unsupported_reason
 
-ROW_NAMES = {"row": "chat", "completion": "prompt", "text": "text"}
-"""What a row of the data is, by the first of the columns that are read."""
-SUMS = ("nats", "targets", "correct")
-"""Sums over a sequence in an evaluation: the loss, the number of targets, and how many of them were the likeliest
-token."""
-
-MAX_SAMPLES, LONGEST_SAMPLE = 8, 1000
+MAX_SAMPLES, MAX_SAMPLE = 8, 1000
 """Sequences in the table of an evaluation, and characters of each."""
+USUAL: tuple[Columns, ...] = (
+    {"messages": "messages"},
+    {"messages": "conversations"},
+    {"prompt": "prompt", "completion": "completion"},
+    {"text": "text"},
+)
+"""Columns with usual names, by role. The first that a dataset has are read if the settings name none."""
 
 
 class CausalLM(CausalLMSettings, Decoder):
@@ -105,13 +107,19 @@ class CausalLM(CausalLMSettings, Decoder):
     def build_datasets(self) -> tuple[Any, Sequences]:
         opened = self.open_rows()
         columns = self.choose_columns(opened.train, opened.train.column_names)
-        train, evaluation = self.usable_parts(opened, columns)
-        return self._sequences(train, "training data"), self._sequences(evaluation, "evaluation data")
+        parts = zip(self.usable_parts(opened, columns), ("training data", "evaluation data"), strict=True)
+        train, evaluation = (self.packed(self.chunker.make_chunks(rows, of), len(rows), of) for rows, of in parts)
+        return train, evaluation
 
     def choose_columns(self, source: Source, names: list[str]) -> Encoders:
         """Choose the columns of a source to train on, among these names, and return their encoders."""
-        asked = {role: getattr(self, f"{role}_column") for role in ("text", "prompt", "completion", "messages")}
-        self._columns = find_columns(asked, names)
+        roles = ("text", "prompt", "completion", "messages")
+        asked = {role: column for role in roles if (column := getattr(self, f"{role}_column"))}
+        found = (usual for usual in USUAL if {*usual.values()} <= {*names})
+        self._columns = asked or next(found, {})
+        if self._columns.keys() not in [usual.keys() for usual in USUAL]:
+            hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
+            raise UserError(f"which of the dataset's columns ({listed(names)}) to train on? Set {hint}")
         prompt = self._columns.get("prompt")
         prompts = source.read(0, 0, 1, [prompt])[0][prompt] if prompt else []  # the first tells, as in TRL
         is_chat = "messages" in self._columns or any(isinstance(value, list) for value in prompts)
@@ -119,38 +127,31 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def _chat_encoders(self) -> Encoders:
         """Return the encoders of chats, whole or as prompts and completions, whose rows are kept as text."""
-        template = self._tokenizer.chat_template or ""  # or several, by name
-        if not ends_of_turn(self._tokenizer):
-            self.state.remarks.append(
-                "the model's chat template ends turns without a token of their own: it may not stop"
-            )
-        if "strftime_now" in str(template):
+        tokenizer, remarks = self._tokenizer, self.state.remarks
+        template = str(tokenizer.chat_template or "")  # or several, by name
+        if not ends_of_turn(tokenizer):
+            remarks.append("the model's chat template ends turns without a token of their own: it may not stop")
+        if "strftime_now" in template:
             date = self.state.data.setdefault("date", self.state.date)
-            self.state.remarks.append(f"chats are dated {date}, when this run began")
-        self._columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
-        encoders: dict[str, Encoder] = dict.fromkeys(self._columns.values(), ChatEncoder(str(template)))
-        encoders |= {"tools": as_tools, ROW: self.chunker.encode_row}
-        self._columns = {"row": ROW}
-        return encoders
+            remarks.append(f"chats are dated {date}, when this run began")
+            tokenizer = with_date(tokenizer, date)
+        columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
+        self._columns = {"chat": ROW}
+        write = partial(encode_chat, columns=columns, tokenizer=tokenizer, train_on_prompts=self.train_on_prompts)
+        return {**dict.fromkeys(columns.values(), ChatEncoder(template)), "tools": as_tools, ROW: write}
 
     @property
     def chunker(self) -> Chunker:
-        tokenizer = self._tokenizer
-        if date := self.state.data.get("date"):
-            tokenizer = with_date(tokenizer, date)
         known = self._config.get_text_config().vocab_size
         if self.new_tokens:  # the model is resized for them
-            known = max(known, len(tokenizer))
-        return Chunker(self._columns, tokenizer, self.sequence_length, self.train_on_prompts, known)
+            known = max(known, len(self._tokenizer))
+        return Chunker(self._columns, self._tokenizer, self.sequence_length, self.train_on_prompts, known)
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
-        column = self._columns.get("text")
-        if column is None or len(rows) > 1 or self.eval_from == "all":
+        if "text" not in self._columns or len(rows) > 1 or self.eval_from == "all":
             return super().split(rows, dataset)
-        return split_text(rows, column, 1 - self.eval_fraction)
-
-    def _sequences(self, rows: Dataset, part: str) -> Sequences:
-        return self.packed(self.chunker.make_chunks(rows, part), len(rows), part)
+        parts = rows.map(cut_text, batched=True, fn_kwargs={"fraction": 1 - self.eval_fraction})
+        return parts.select([0]), parts.select([1])
 
     def packed(self, chunks: Dataset, num_rows: int, part: str) -> Sequences:
         """Return the sequences that these chunks, of so many rows, make. Raise a UserError if they have no targets."""
@@ -164,7 +165,7 @@ class CausalLM(CausalLMSettings, Decoder):
         return dataset.fingerprint()
 
     def dataset_size(self, dataset: Sequences) -> str:
-        rows, sequences, kind = dataset.num_rows, len(dataset), ROW_NAMES[min(self._columns)]
+        rows, sequences, (kind, *_) = dataset.num_rows, len(dataset), self._columns
         length = f"sequence{'s' * (sequences > 1)} of {self.sequence_length:,}"
         return f"{rows:,} {kind}{'s' * (rows > 1)} in {sequences:,} {length}"
 
@@ -207,12 +208,8 @@ class CausalLM(CausalLMSettings, Decoder):
         return text
 
     def count(self, batch: Batch) -> Counts:
-        inputs = batch["inputs"]
-        return {
-            "targets": len(inputs["targets"]),
-            "tokens": batch["tokens"],
-            "padded_tokens": inputs["input_ids"].numel(),
-        }
+        inputs, tokens = batch["inputs"], batch["tokens"]
+        return {"targets": len(inputs["targets"]), "tokens": tokens, "padded_tokens": inputs["input_ids"].numel()}
 
     def flops(self, model: LanguageModel, batch: Batch) -> float:
         counts = batch["tokens"], len(batch["inputs"]["targets"]), batch["pairs"]
@@ -226,26 +223,37 @@ class CausalLM(CausalLMSettings, Decoder):
         return nats.sum(), self.scores(batch, nats, correct)
 
     def scores(self, batch: Batch, nats: Tensor, correct: Tensor) -> Tensors:
-        """Return sums over each sequence, by name, from what `LanguageModel` returns for each target."""
-        sums = by_sequence(batch, torch.stack([nats, torch.ones_like(nats), correct], 1))
-        return dict(zip(SUMS, sums.unbind(1), strict=True))
+        """Return sums over each sequence, by name, from what `LanguageModel` returns for each target: the loss, the
+        number of targets, and how many of them were the likeliest token."""
+        values = {"nats": nats, "targets": torch.ones_like(nats), "correct": correct}
+        return {name: by_sequence(batch, of_targets) for name, of_targets in values.items()}
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
-        nats, targets, correct = (outputs[name].double().sum().item() for name in SUMS)
+        nats, targets, correct = (outputs[name].double().sum().item() for name in ("nats", "targets", "correct"))
         return {"perplexity": math.exp(min(nats / targets, 700.0)), "accuracy": correct / targets}
 
     def tables(self, outputs: Tensors, dataset: Sequences) -> Tables:
         losses = (outputs["nats"] / outputs["targets"].clamp(min=1)).tolist()
-        hardest = sorted(range(len(losses)), key=lambda i: -losses[i])[:MAX_SAMPLES]
-        return {"hardest": [{"loss": losses[i], "text": self.preview(dataset, i)[:LONGEST_SAMPLE]} for i in hardest]}
+        hardest = nlargest(MAX_SAMPLES, enumerate(losses), key=itemgetter(1))
+        return {"hardest": [{"loss": loss, "text": self.preview(dataset, i)[:MAX_SAMPLE]} for i, loss in hardest]}
 
     def load_export(self, folder: Path) -> LanguageModel:
         return LanguageModel(load_exported(folder, self.base_dtype))
 
 
 def by_sequence(batch: Batch, values: Tensor) -> Tensor:
-    """Return the sums over each sequence of a batch, given the values of each target; shape (sequences, n) and
-    (targets, n)."""
+    """Return the sums over each sequence of a batch, given the values of each target; shape (sequences, ...) and
+    (targets, ...)."""
     tokens = batch["inputs"]["input_ids"]
     rows = batch["inputs"]["index"] // tokens.shape[1]
-    return values.new_zeros(len(tokens), values.shape[1]).index_add(0, rows, values)
+    return values.new_zeros(len(tokens), *values.shape[1:]).index_add(0, rows, values)
+
+
+def cut_text(rows: Rows, fraction: float) -> Rows:
+    """Return the text of the only row in two parts, the first of which has this fraction of it. Raise a UserError if
+    the text is too short."""
+    [(column, [text])] = rows.items()
+    cut = round(len(text) * fraction)
+    if not 0 < cut < len(text):
+        raise UserError("task.dataset: the text is too short to hold out a part of it for evaluation")
+    return {column: [text[:cut], text[cut:]]}

@@ -78,7 +78,7 @@ MAX_MESSAGES = 5_000
 """In a chat: the template writes it again for each of the assistant's turns."""
 OTHER = "set --task.chat_template=chatml, which writes tools, calls and thoughts, or another, or change the row"
 """What to do about a template that cannot be used."""
-LONGEST_TAG = 20
+MAX_TAG = 20
 """Maximum length of a thought's opening tag, with the space around it, before a turn, in characters."""
 THINK = r"[\w:]{0,20}think\w{0,20}"
 """The name in a tag, bounded so that no text takes a time that grows with the square of its length."""
@@ -96,8 +96,8 @@ DATE = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Returns messages as JSON, for a chat template. Raises a ValueError if one of them is not a message, or has an
-    unknown role: the model would learn nothing from it."""
+    """Returns messages as JSON, for a chat template. Raises a ValueError if one of them is not a message, or has a role
+    that neither the standard nor the template knows."""
 
     template: str
 
@@ -105,28 +105,26 @@ class ChatEncoder:
         if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
             raise ValueError(f"is not a list of messages, {MAX_MESSAGES:,} at most")
         chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
-        known = role_names(self.template)
-        if unknown := {message["role"] for message in chat} - known.keys():
-            usual = ", ".join(USUAL_ROLES)
-            raise ValueError(
-                f"has turns of unknown roles, {listed(sorted(unknown))}: neither {usual} nor in the chat template"
-            )
-        return as_json([message | {"role": known[message["role"]]} for message in chat])
+        roles = {message["role"]: written_role(message["role"], self.template) for message in chat}
+        if unknown := sorted(role for role, written in roles.items() if not written):
+            says = f"neither {', '.join(USUAL_ROLES)} nor in the chat template"
+            raise ValueError(f"has turns of unknown roles, {listed(unknown)}: {says}")
+        return as_json([message | {"role": roles[message["role"]]} for message in chat])
 
 
 @lru_cache
-def role_names(template: str) -> dict[str, str]:
-    """Return the roles that messages may have, in lower case, and how the chat template writes each."""
-    named = {first or second for first, second in re.findall(r"'([^']+)'|\"([^\"]+)\"", template)}
-    # lower case comes last, and wins
-    return {role: role for role in USUAL_ROLES} | {name.lower(): name for name in sorted(named)}
+def written_role(role: str, template: str) -> str | None:
+    """Return a role, given in lower case, as the chat template writes it; None if neither it nor the standard has such
+    a role."""
+    named = re.findall(rf"['\"]({re.escape(role)})['\"]", template, re.IGNORECASE)
+    return max(named, default=role if role in USUAL_ROLES else None)  # lower case comes last
 
 
 def as_tools(value: Any) -> str | None:
     """Return a chat's tools, a list or its JSON, as JSON; None if there are none. Raise a ValueError for anything
     else."""
     with reraised_as(ValueError, "is not a list of tools: "):
-        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
+        tools = json.loads(value) if value and isinstance(value, str) else value
         for tool in tools or ():
             _ = {**tool, **tool.get("function", {})}  # both are mappings
         return as_json([*tools]) if tools else None
@@ -174,6 +172,18 @@ def _without_nulls(fields: Message) -> Message:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def encode_chat(
+    row: dict[str, str], columns: dict[str, str], tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
+) -> str:
+    """Return a row of a chat, or of a prompt and a completion of messages, as the JSON of what `render_chat` returns.
+    Its values are encoded by ChatEncoder and `as_tools`; `columns` are their names by role."""
+    values = {role: row[column] for role, column in columns.items()}
+    prompt = [message | {"weight": 0} for message in json.loads(values.get("prompt", "[]"))]
+    chat = prompt + json.loads(values.get("messages") or values["completion"])
+    tools = json.loads(values.get("tools") or "null")
+    return as_json(render_chat(chat, tools, tokenizer, train_on_prompts))
+
+
 def render_chat(
     chat: Chat, tools: Tools | None, tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
 ) -> tuple[str, Spans | None]:
@@ -189,13 +199,12 @@ def render_chat(
     if train_on_prompts:
         return text, None
     template = tokenizer.get_chat_template(tools=tools)
-    learnt = [
-        i for i, message in enumerate(chat) if message["role"].lower() == "assistant" and message.get("weight") != 0
-    ]
-    if "endgeneration" in template and all(message.get("weight") != 0 for message in chat):
+    has_weight = [message.get("weight") != 0 for message in chat]
+    if "endgeneration" in template and all(has_weight):
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
         return text, marked[0]
+    learnt = [i for i, message in enumerate(chat) if has_weight[i] and message["role"].lower() == "assistant"]
     return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
 
 
@@ -245,19 +254,19 @@ def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     there is no template, or it rejects a simple chat."""
     after = str(tokenizer.eos_token)
     with suppress(UserError):  # the template may want more of a chat than this one has
-        text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
-        _, answer, end = text.partition(ANSWER["content"])
+        _, answer, end = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None).partition(
+            ANSWER["content"]
+        )
         after = end if answer else after
-    after = tokenizer.encode(after, add_special_tokens=False)
-    added = tokenizer.added_tokens_decoder
-    return [added[token].content for token in after if token in added and added[token].content.strip()]
+    added = tokenizer.get_added_vocab()
+    return [token for token in tokenizer.tokenize(after) if token in added and token.strip()]
 
 
 def _without_empty_thought(message: Message, start: int, end: int, text: str) -> Span:
     """Return the part of the text that is a turn, without the empty thought that templates of models with optional
     thinking write into a turn that has none: in the loss, it would teach the model not to think (NeMo Automodel issue
     3738)."""
-    for begin in range(max(0, start - LONGEST_TAG), start + 1):  # some generation prompts end with <think>
+    for begin in range(max(0, start - MAX_TAG), start + 1):  # some generation prompts end with <think>
         thought = EMPTY_THOUGHT.match(text, begin, end)
         if thought and start < thought.end() and not EMPTY_THOUGHT.match(message["content"]):
             return thought.end(), end
@@ -282,8 +291,8 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
     # templates reject an empty chat; its beginning is what doesn't change with the answer
     given = render(chat[:i], prompts_answer=True) if i else render([ANSWER | {"role": chat[0]["role"]}, *chat[1:]])
     start = len(commonprefix([given, text]))  # noqa: RUF071  # by character, not by part of a path
-    is_found = not i or start == len(given) or text.startswith(render(chat[:i]).removesuffix(eos))
     turn, rest = render(chat[: i + 1])[start:], text[start:]
+    is_found = not i or start == len(given) or text.startswith(render(chat[:i]).removesuffix(eos))
     if not rest.startswith(turn):
         turn = turn.removesuffix(eos)
     sizes = range(min(len(turn), len(rest)), 0, -1)  # the turn's beginning may be left out

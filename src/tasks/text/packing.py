@@ -2,9 +2,11 @@
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from datasets import Dataset
 
@@ -25,20 +27,18 @@ class Sequences:
 
     chunks: Dataset
     """A table of chunks in numpy format: see tokenizing.py."""
-    rows: np.ndarray
-    """The chunks' rows in the table, sequence by sequence; shape (chunks,), int64."""
-    starts: np.ndarray
-    """Positions in `rows` where each sequence begins, and where the last one ends; shape (sequences + 1,), int64."""
+    sequences: pa.Array
+    """The rows of the table that each sequence has; lists of int64."""
     num_rows: int
     """Rows of the data that the chunks were made from."""
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.sequences)
 
     def __getitems__(self, indices: list[int]) -> ChunkLists:
-        groups = [self.rows[self.starts[i] : self.starts[i + 1]] for i in indices]
-        chunks = iter(self.chunks.__getitems__(np.concatenate(groups)))
-        return [[next(chunks) for _ in group] for group in groups]
+        sequences = self.sequences.take(indices).to_pylist()
+        chunks = iter(self.chunks.__getitems__([*chain(*sequences)]))
+        return [[next(chunks) for _ in sequence] for sequence in sequences]
 
     def fingerprint(self) -> str:
         """Return a checksum that changes with any token or label."""
@@ -61,17 +61,16 @@ class Sequences:
 def batch_tensors(samples: ChunkLists, width: int, padding: int) -> tuple[Tensors, list[int]]:
     """Return the inputs for a LanguageModel's loss on these examples, in rows of `width` tokens with `padding` at the
     end; and where in the flattened batch each document ends, counting padding as a document."""
-    places = np.arange(width)
     input_ids = np.full((len(samples), width), padding)
     labels = np.full((len(samples), width), -100)
-    position_ids = np.tile(places, (len(samples), 1))
+    position_ids = np.tile(np.arange(width), (len(samples), 1))
     ends = []
     for row, sample in enumerate(samples):
         start = 0
         for chunk in sample:
             end = start + len(chunk["input_ids"])
             input_ids[row, start:end], labels[row, start:end] = chunk["input_ids"], chunk["labels"]
-            position_ids[row, start:] = places[: width - start]
+            position_ids[row, start:] -= position_ids[row, start]
             ends.append(row * width + end)
             start = end
         ends.append((row + 1) * width)
@@ -85,8 +84,7 @@ def pack(chunks: Dataset, capacity: int | None, num_rows: int) -> Sequences:
     sequence."""
     chunks = chunks.with_format("numpy")
     sequences = best_fit(chunks["length"][:], capacity) if capacity else [[row] for row in range(len(chunks))]
-    starts = np.cumsum([0, *map(len, sequences)])
-    return Sequences(chunks, np.concatenate(sequences), starts, num_rows)
+    return Sequences(chunks, pa.array(sequences), num_rows)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:

@@ -2,7 +2,9 @@
 
 import copy
 from collections import Counter
-from functools import cached_property
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +22,16 @@ from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
 from src.tasks.text.packing import Batch
-from src.tasks.text.reading import Encoders, as_label, as_text, cached_map, table_checksum
+from src.tasks.text.reading import Encoders, Rows, as_label, as_text, cached_map, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
-from src.tasks.text.tokenizing import Labelling, fold, length_grouped, sorted_labels
+from src.tasks.text.tokenizing import require_known
 
-SHOWN = 20
-"""Number of most frequent labels whose counts are shown at the start of a run."""
-LONGEST_CELL = 200
-"""Maximum number of characters of a text that a table shows."""
+MAX_COUNTS = 20
+"""Labels whose counts are shown at the start of a run, the most frequent ones."""
+MAX_CELL = 200
+"""Characters of a text that a table shows."""
+MEGA_BATCH = 50
+"""Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
 
 
 class TextClassification(TextClassificationSettings, FineTuning):
@@ -58,9 +62,10 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def _labelled(self, rows: Dataset, desc: str) -> Dataset:
         """Return a table of the rows as model inputs, with row numbers as `row`; on a second call, from the cache."""
-        known = self._own_config.get_text_config().vocab_size
-        labelling = Labelling(self.label_column, self._written, self._tokenizer, self.sequence_length, known)
-        return cached_map(rows, labelling, f"tokenizing {desc}").add_column("row", range(len(rows)))
+        known, length = self._own_config.get_text_config().vocab_size, self.sequence_length
+        fixed = {"labels": self._written, "tokenizer": self._tokenizer, "max_length": length, "num_known": known}
+        inputs = cached_map(rows, partial(model_inputs, **fixed), f"tokenizing {desc}")
+        return inputs.add_column("row", range(len(rows)))
 
     def _learn_labels(self, train: Dataset, evaluation: Dataset) -> None:
         """Set the labels that the model knows, in the order of their ids: those that it was trained on or that its head
@@ -74,8 +79,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
         head: Any = self._own_config.id2label
         # LABEL_0 is transformers' name for a label without one
         names = self._labels or [str(head[i]) for i in sorted(head) if head[i] != f"LABEL_{i}"]
-        folded = {fold(label): label for label in sorted(found)}
-        written = [name if name in found else folded.get(fold(name), name) for name in names]
+        written = as_written(names, found)
         if found.isdisjoint(written):
             if new == [*map(str, range(len(names)))]:
                 written = new
@@ -93,8 +97,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         train, evaluation = super().split(rows, dataset)
-        known = {*train[self.label_column]}
-        is_known = np.array([label in known for label in evaluation[self.label_column]])
+        is_known = np.isin(evaluation[self.label_column][:], train[self.label_column][:])
         if self.eval_from != "random" or not is_known.any():
             return train, evaluation
         # a row with a label of its own is trained on, as the model has to know it
@@ -111,16 +114,24 @@ class TextClassification(TextClassificationSettings, FineTuning):
             "truncated": sum(dataset["truncated"][:]),
             "skipped_rows": self._skipped_rows[part],
             "labels": len(counts),
-            **{f"label {self._labels[label]}": count for label, count in counts.most_common(SHOWN)},
+            **{f"label {self._labels[label]}": count for label, count in counts.most_common(MAX_COUNTS)},
         }
 
     def order(self, train: Any, random: np.random.Generator, global_batch_size: int) -> Indices:
-        return length_grouped(train.with_format("numpy")["length"][:], random, global_batch_size)
+        """Group texts of similar lengths into batches, which need less padding, and shuffle these. The last batch may
+        be smaller."""
+        lengths = train.with_format("numpy")["length"][:]
+        order = random.permutation(len(lengths))
+        group = np.arange(len(order)) // (MEGA_BATCH * global_batch_size)
+        order = order[np.lexsort((-lengths[order], group))]
+        whole = len(order) // global_batch_size * global_batch_size
+        batches = random.permutation(order[:whole].reshape(-1, global_batch_size))
+        return np.concatenate([batches.reshape(-1), order[whole:]])
 
     def collate(self, samples: list[Any]) -> Batch:
-        names = [name for name in self._tokenizer.model_input_names if name in samples[0]]
-        rows = [{name: sample[name] for name in names} for sample in samples]
-        inputs = self._tokenizer.pad(rows, padding_side="right", return_tensors="pt", verbose=False)
+        names = (name for name in self._tokenizer.model_input_names if name in samples[0])
+        columns = {name: [sample[name] for sample in samples] for name in names}
+        inputs = self._tokenizer.pad(columns, padding_side="right", return_tensors="pt", verbose=False)
         return {
             "inputs": dict(inputs),
             "labels": torch.tensor([sample["label"] for sample in samples]),
@@ -182,7 +193,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def tables(self, outputs: Tensors, dataset: Any) -> dict[str, Table]:
         def show(index: int) -> dict[str, str]:
             texts = zip(("text", "text_pair"), self._texts[index].values(), strict=False)
-            return {name: text[:LONGEST_CELL] for name, text in texts}
+            return {name: text[:MAX_CELL] for name, text in texts}
 
         return label_tables(outputs, self._labels, show)
 
@@ -193,11 +204,48 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def load_export(self, folder: Path) -> Any:
         # adapters have been merged into the weights
         exported = self.model_copy(update={"model": str(folder), "revision": None, "lora": Lora()})
-        labels = list((exported._own_config.id2label or {}).values())
-        self.state.data["labels"] = exported.state.data["labels"] = labels
+        names: Any = exported._own_config.id2label
+        self.state.data["labels"] = exported.state.data["labels"] = [*names.values()]
         # the data are read with the export's tokenizer and config, not with those of task.model
         self._tokenizer, self._own_config = exported._tokenizer, exported._own_config
         return exported.build_model()
 
     def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
         return {"row": dataset["row"][:], **self._texts[:], **label_columns(outputs, self._labels)}
+
+
+def sorted_labels(labels: Iterable[str]) -> list[str]:
+    """Return the labels, sorted: numbers by value, names alphabetically."""
+    names = sorted(labels)  # 1 and 01 in the same order on every process
+    with suppress(ValueError):  # transformers calls the label 1 LABEL_1
+        return sorted(names, key=lambda name: float(name.removeprefix("LABEL_")))
+    return names
+
+
+def as_written(names: list[str], found: set[str]) -> list[str]:
+    """Return these names as the data write them, in which these labels were found: maybe in another case, or with other
+    white space."""
+    folded = {_fold(label): label for label in sorted(found)}
+    return [name if name in found else folded.get(_fold(name), name) for name in names]
+
+
+def _fold(label: str) -> str:
+    return "".join(label.split()).casefold()
+
+
+def model_inputs(
+    rows: Rows, labels: list[str], tokenizer: PreTrainedTokenizerFast, max_length: int, num_known: int
+) -> Rows:
+    """Return a model's inputs for rows of a text, or a pair of texts, and one of these labels, in this order; and as
+    `label` its place among them, the `length` in tokens, and whether the text was `truncated`. Raise a UserError if the
+    model, which knows so many tokens, does not know one of them."""
+    *texts, written = rows.values()
+    encoded = tokenizer(*texts, truncation=True, max_length=max_length)
+    require_known(np.concatenate(encoded["input_ids"]), tokenizer, num_known)
+    tokenizer.backend_tokenizer.no_truncation()  # remembered, it would change the fingerprint
+    return {
+        **encoded,
+        "label": [labels.index(label) for label in written],
+        "length": [len(ids) for ids in encoded["input_ids"]],
+        "truncated": [bool(encoding.overflowing) for encoding in encoded.encodings or []],
+    }
