@@ -14,7 +14,7 @@ from typing_extensions import TypeVar
 from src.config.aliases import translate
 from src.config.check import CheckSettings
 from src.config.environment import command_with, leftovers
-from src.config.errors import as_user_error, raise_if_any
+from src.config.errors import UserError, as_user_error
 from src.config.groups import TaskSettings
 from src.config.mirror import MirrorSettings
 from src.config.run import RunSettings
@@ -98,15 +98,16 @@ def read_config(
     config, wrong = _check(values, written, mistakes, tasks)
     if config and not wrong & PLACE:
         mistakes.extend(place_errors(config))
-    hints, ours, launch = translate(values, written) if mistakes else ([], [], [])
+    if not mistakes:
+        return config
+    hints, ours, launch = translate(values, written)
     if hints:
         _check(*read_arguments(ours, hints), hints, tasks)
         said = "\n".join(hints)
         right = [word for word in ours if word.startswith("--task.name=") or f"\n{word}: " not in said]
         here = "in this project's terms, without what these lines leave out, and with its defaults for the rest:"
         mistakes = [*misread, *hints, here, f"  {command_with(right, launch)}"]
-    raise_if_any(dict.fromkeys(mistakes))
-    return config
+    raise UserError(*dict.fromkeys(mistakes))
 
 
 def load_config(argv: list[str], tasks: Mapping[str, str]) -> Config[Any]:
@@ -123,8 +124,7 @@ def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping
         name, values = default, {setting: value for setting, value in values.items() if not setting.startswith("task.")}
     task_class = resolve_name(tasks[name])
     defaults = task_class.run_defaults(dict(flatten({key: read_value(value) for key, value in values.items()})))
-    config_class: Any = Config
-    config_class = config_class[task_class]
+    config_class = Config[task_class]  # type: ignore[valid-type]
     if "help" in values:
         say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class, defaults))
         sys.exit(0)
@@ -141,5 +141,4 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config[Any]:
     """
     settings = resolve_name(tasks[saved["task"]["name"]])
     task_class = resolve_name(vars(settings)["task_class"]) if "task_class" in vars(settings) else settings
-    config_class: Any = Config
-    return config_class[task_class].model_validate(saved)
+    return Config[task_class].model_validate(saved)  # type: ignore[valid-type]

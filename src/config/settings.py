@@ -73,21 +73,21 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     """Return the values, and how the user wrote each: the files named by `--config`, in order, overridden by the other
     arguments, whose values are text, lists of words, True or None. Append a line to `mistakes` for whatever could not
     be read."""
-    options: list[tuple[str, list[str]]] = []
+    options: list[list[str]] = []
     is_open = False
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
-            options.append((name.replace("-", "_"), [value] * len(equals)))
+            options.append([name.replace("-", "_"), *[value] * len(equals)])
             is_open = not equals
         elif is_open:
-            options[-1][1].append(word)
+            options[-1].append(word)
         else:
             mistakes.append(f"{word}: not understood; settings are written --name=value")
 
     values: Values = {}
     written: Written = {}
-    for name, words in sorted(options, key=lambda option: option[0] != "config"):  # the other arguments override files
+    for name, *words in sorted(options, key=lambda option: option[0] != "config"):  # the other arguments override files
         if name == "config":
             for file in words or [""]:
                 for setting, value in flatten(_read_file(file, mistakes)):
@@ -208,15 +208,15 @@ def _read_file(file: str, mistakes: list[str]) -> Values:
     path = Path(file)
     try:
         content = read_yaml(path.read_text(encoding="utf-8")) or {}
-    except FileNotFoundError:
-        there = [*map(str, sorted(path.parent.glob("*.yaml")))]
-        mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")
-    else:
         if isinstance(content, dict):
             return content
-        mistakes.append(f"--config={file}: must hold settings, one `name: value` per line")
+        problem = "must hold settings, one `name: value` per line"
+    except FileNotFoundError:
+        there = [*map(str, sorted(path.parent.glob("*.yaml")))]
+        problem = f"no such file{nearest(file, there)}"
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        problem = f"cannot be read as yaml, {cause(error)}"
+    mistakes.append(f"--config={file}: {problem}")
     return {}
 
 

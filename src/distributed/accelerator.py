@@ -279,8 +279,7 @@ def machine_differences(reports: list[Any]) -> Iterator[str]:
     """Yield a line for each machine that differs from the first. Each reports its host name and facts by name."""
     name, first, *_ = reports[0]
     for number, (host, own, *_) in enumerate(reports):
-        other = [key for key in first | own if own.get(key) != first.get(key)]
-        if other:
+        if other := [key for key in first | own if own.get(key) != first.get(key)]:
             here, there = (", ".join(f"{key} {has.get(key)}" for key in other) for has in (own, first))
             yield f"machine {number} ({host}) has {here}; machine 0 ({name}) has {there}"
 

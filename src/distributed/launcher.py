@@ -7,9 +7,8 @@ is alone and trains a separate model. Here each of these ends the run with one l
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -33,8 +32,7 @@ REFUSED: dict[str, Any] = read_yaml(Path(__file__).with_name("refused.yaml").rea
 value. Null: it is supported."""
 
 
-@dataclass(frozen=True)
-class ParentLauncher:
+class ParentLauncher(NamedTuple):
     """The `accelerate launch` process above this one."""
 
     arguments: Any

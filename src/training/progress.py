@@ -51,7 +51,7 @@ class StepResult(NamedTuple):
 
 def added(counts: Counts, more: Counts) -> Counts:
     """Return the sums of two sets of counts, name by name."""
-    return {**counts, **{name: counts.get(name, 0.0) + number for name, number in more.items()}}
+    return counts | {name: counts.get(name, 0.0) + number for name, number in more.items()}
 
 
 def loss_sums(accelerator: Accelerator, results: list[StepResult]) -> list[float]:
@@ -237,14 +237,13 @@ class Progress:
             self.best = now
             self.evaluations_without_gain = 0
 
-    def missing_metrics(self, config: Config) -> list[str]:
-        """Return an error line for each metric that the settings name but the evaluation after this step lacks."""
+    def metric_error(self, config: Config) -> UserError | None:
+        """Return an error about a metric that the settings name but the evaluation after this step lacks; None: all are
+        there, or there was no evaluation."""
         # known only now if the task doesn't declare its metrics (Task.metric_names)
-        return config.metric_errors(self.evaluation) if self.step in self.evaluations else []
-
-    def reject(self, missing_metrics: list[str]) -> NoReturn:
-        """Raise a UserError that names the missing metric."""
-        raise UserError(f"{missing_metrics[0]}; choose another one, and the same command resumes at step {self.step}")
+        missing = config.metric_errors(self.evaluation) if self.step in self.evaluations else []
+        advice = f"choose another one, and the same command resumes at step {self.step}"
+        return UserError(f"{missing[0]}; {advice}") if missing else None
 
     def is_out_of_patience(self, settings: EarlyStopping) -> bool:
         """Return whether early stopping ends the run: the same on all processes, and after a resume."""

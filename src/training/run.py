@@ -137,15 +137,9 @@ class Run:
 
     def needs_sync(self) -> bool:
         """Return whether the host needs this step's results now, and has to wait for the device."""
-        # In fp16 always, as the next loss scale depends on this norm. Before an evaluation or a save, so that too many
-        # bad steps end the run first, and a checkpoint's counters are complete.
-        return (
-            self.is_fp16
-            or self.progress.step == self.total_steps
-            or self.is_log_due()
-            or self.is_evaluation_due()
-            or self.is_save_due()
-        )
+        # In fp16 always, as the next loss scale depends on this norm. Before an evaluation or a save, as after the last
+        # step, so that too many bad steps end the run first, and a checkpoint's counters are complete.
+        return self.is_fp16 or self.is_log_due() or self.is_evaluation_due() or self.is_save_due()
 
     def is_log_due(self) -> bool:
         """Return whether a logging interval ends with this step."""
@@ -199,12 +193,10 @@ def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accel
 
 def on_device(config: Config, dataset: Examples, device: torch.device) -> Examples:
     """Return the dataset in the device's memory if it can be put there."""
-    if config.num_workers > 0:
-        # worker processes can't read the device's memory
-        return dataset
     # a small dataset is copied to the device once, so that batches don't have to be
     to: Any = getattr(dataset, "to", None)
-    return to(device) if to else dataset
+    # worker processes can't read the device's memory
+    return to(device) if to and config.num_workers == 0 else dataset
 
 
 def prepare_model(config: Config[Task], accelerator: Accelerator, launch: RunSetup) -> tuple[nn.Module, dict[str, Any]]:
