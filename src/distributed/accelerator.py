@@ -98,17 +98,20 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
         os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # else Accelerate would still convert the model
     timeout = timedelta(minutes=config.timeout_minutes)
     comm_hook = config.ddp_comm_hook if asked.world_size > 1 else None
-    ddp = DistributedDataParallelKwargs(
-        comm_hook=DDPCommunicationHookType(comm_hook or "no"),
-        gradient_as_bucket_view=True,  # else DDP copies each gradient out of its bucket
-    )
-    no_scaler = GradScalerKwargs(enabled=False)  # Progress.update_loss_scale replaces it
+    handlers = [
+        GradScalerKwargs(enabled=False),  # Progress.update_loss_scale replaces it
+        InitProcessGroupKwargs(timeout=timeout),
+        DistributedDataParallelKwargs(
+            comm_hook=DDPCommunicationHookType(comm_hook or "no"),
+            gradient_as_bucket_view=True,  # else DDP copies each gradient out of its bucket
+        ),
+    ]
     with as_user_error("accelerate: ", ValueError):  # such as a value of the yaml that it doesn't know
         accelerator = Accelerator(
             cpu=on_cpu,
             mixed_precision=precision,
             fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if asked.fsdp else None,
-            kwargs_handlers=[no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp],
+            kwargs_handlers=handlers,
         )
     if precision == "fp16" and on_cpu:  # else Accelerate trains in fp32 but reports fp16
         accelerator.native_amp = True

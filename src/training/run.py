@@ -27,7 +27,6 @@ from src.distributed.accelerator import (
 )
 from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
 from src.tasks.task_checks import require_right
-from src.training.optim import Schedule
 from src.training.progress import Progress
 from src.training.state import ResumePoint, RunInputs
 from src.training.transforms import transform
@@ -113,8 +112,10 @@ class Run:
         return self.config.total_steps(len(self.train_set))
 
     @cached_property
-    def schedule(self) -> Schedule:
-        return Schedule(self.config.schedule_steps(len(self.train_set)), self.steps_per_epoch)
+    def schedule(self) -> tuple[int, int]:
+        """Return what the learning rate depends on besides its settings: the optimizer steps that the schedule spans,
+        and those of an epoch."""
+        return self.config.schedule_steps(len(self.train_set)), self.steps_per_epoch
 
     def tell(self, *lines: str) -> None:
         """Print lines, on the main process."""
