@@ -139,6 +139,6 @@ def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config[Any]:
     Raises:
         UserError: these are not the settings of a run, or of another version.
     """
-    settings = resolve_name(tasks[saved["task"]["name"]])
-    task_class = resolve_name(vars(settings)["task_class"]) if "task_class" in vars(settings) else settings
+    path = tasks[saved["task"]["name"]]
+    task_class = resolve_name(vars(resolve_name(path)).get("task_class", path))
     return Config[task_class].model_validate(saved)  # type: ignore[valid-type]

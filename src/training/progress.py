@@ -229,13 +229,13 @@ class Progress:
     def add_evaluation(self, results: Metrics, settings: EarlyStopping) -> None:
         """Keep the metrics of an evaluation after this step, and count the evaluations without improvement."""
         self.evaluations[self.step] = results
-        if settings.metric is None or settings.metric not in results:
-            return
-        now = score(results[settings.metric], settings.metric, settings.mode)
-        self.evaluations_without_gain += 1
-        if self.best is None or now > self.best + settings.min_delta:
-            self.best = now
-            self.evaluations_without_gain = 0
+        metric = settings.metric or ""  # empty: no early stopping
+        if metric in results:
+            now = score(results[metric], metric, settings.mode)
+            self.evaluations_without_gain += 1
+            if self.best is None or now > self.best + settings.min_delta:
+                self.best = now
+                self.evaluations_without_gain = 0
 
     def metric_error(self, config: Config) -> UserError | None:
         """Return an error about a metric that the settings name but the evaluation after this step lacks; None: all are
