@@ -15,7 +15,7 @@ if __name__ == "__main__":  # the imports below take seconds: answer signals, --
     settings = begin(sys.argv[1:])
 
 import torch
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, broadcast_object_list
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.checkpoint.export import export_model, push_to_hub
@@ -33,7 +33,7 @@ from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.cuda_graph import CapturedStep
-from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_everywhere
+from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.out_of_memory import explaining_memory
@@ -90,7 +90,9 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     loss_sum, targets, examples = run.accelerator.reduce(scores.totals, "sum").tolist()
     # all outputs, each example once, in the dataset's order: F1, for example, is no mean over examples
     outputs = {n: gather_in_order(run, o, min(size, task.kept_outputs.get(n, size))) for n, o in scores.outputs.items()}
-    metrics = metrics_everywhere(run, loss_sum / targets, int(examples) // run.cp_size, outputs)
+    num_examples = int(examples) // run.cp_size
+    metrics = metrics_of(task, loss_sum / targets, num_examples, outputs) if run.is_main else {}
+    (metrics,) = broadcast_object_list([metrics])  # all must agree on early stopping and on the best checkpoints
     return Evaluation(metrics, outputs)
 
 

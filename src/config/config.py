@@ -24,7 +24,6 @@ from src.config.settings import (
     Written,
     flatten,
     help_lines,
-    marked,
     nearest,
     read_arguments,
     read_value,
@@ -62,7 +61,7 @@ class Config(
     """Settings of the task chosen by `task.name`."""
 
 
-LENGTH_SETTINGS = marked(Config, Change.LENGTH)
+LENGTH_SETTINGS = {"epochs", "max_steps"}
 """Settings that determine how long a run is."""
 
 

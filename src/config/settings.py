@@ -24,7 +24,6 @@ class Change(Enum):
     """The effect of changing a setting before a run resumes."""
 
     SAFE = "same weights, up to rounding"
-    LENGTH = "a longer or shorter run"
     REOPENS = "a finished run resumes, or exports its model again"
 
 
@@ -34,7 +33,6 @@ Written = dict[str, str]
 """How the user wrote each value, by dotted name."""
 T = TypeVar("T")
 ResumeSafe = Annotated[T, Change.SAFE]
-Length = Annotated[T, Change.LENGTH, Change.REOPENS]
 Reopens = Annotated[T, Change.REOPENS]
 SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
 MAX_VALUES = 100_000

@@ -146,8 +146,8 @@ def choose_precision(launcher: ParentLauncher | None, asked: str, is_cpu_fallbac
         return "no", None  # a yaml's precision is meant for GPUs; --mixed_precision on the command line for this run
     if not torch.cuda.is_available():
         return asked, None
-    has_bf16, gpu = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name()
-    if asked in ("bf16", "fp8") and not has_bf16:
+    gpu = torch.cuda.get_device_name()
+    if asked in ("bf16", "fp8") and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "no", f"{gpu} has no {asked}: training in fp32"
     if asked == "fp8" and torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
         return "bf16", f"{gpu} has no fp8: training in bf16"
@@ -257,7 +257,7 @@ def strategy_remarks(accelerator: Accelerator, model: nn.Module) -> Iterator[str
         _, *units = sharded_units(model)
         in_units = {weight for unit in units for weight in unit.parameters()}
         in_root = sum(weight.nbytes for weight in {*model.parameters()} - in_units)
-        largest = max((sum(weight.nbytes for weight in unit.parameters()) for unit in units), default=0)
+        largest = max(sum(weight.nbytes for weight in unit.parameters()) for unit in units)
         if in_root > largest:
             share = f"{in_root / 1e6:,.1f} of {sum(weight.nbytes for weight in model.parameters()) / 1e6:,.1f} MB"
             yield f"FSDP gathers {share} of weights at once, more than any block has: name more modules in {BLOCKS}"

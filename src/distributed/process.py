@@ -58,8 +58,7 @@ class Signals:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        self._caught = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not is_nohup]
+        self._caught = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         for number in self._caught:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._watch, args=[reader], daemon=True).start()

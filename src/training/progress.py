@@ -133,11 +133,11 @@ class Progress:
 
     def tick(self, is_training: bool = True) -> None:
         """Add the time since the last tick to the time spent training, or only to the total."""
-        now = time.perf_counter()
-        self.seconds += now - self._clock
+        passed = time.perf_counter() - self._clock
+        self._clock += passed
+        self.seconds += passed
         if is_training:
-            self.interval_seconds += now - self._clock
-        self._clock = now
+            self.interval_seconds += passed
 
     def add_step(self, result: StepResult) -> None:
         """Keep a step's results until `read_steps`."""
@@ -220,9 +220,7 @@ class Progress:
         """Start the next interval."""
         self.interval_start = self.step
         self.training_seconds += self.interval_seconds
-        self.interval_seconds = 0.0
-        self.interval_loss = 0.0
-        self.interval_targets = 0.0
+        self.interval_seconds = self.interval_loss = self.interval_targets = 0.0
         self.counted = self.all_counts()
         self.interval_counts = {}
 
