@@ -155,12 +155,13 @@ def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
 
 def _reason(name: str, problem: Any, known: list[str]) -> str:
     """Return why pydantic refuses the setting of this name."""
-    if problem["type"] == "extra_forbidden":
-        return f"unknown setting{nearest(name, known)}"
-    if problem["type"] == "list_type":
-        return f"must be a list: write [{problem['input']}]"
-    if problem["type"] == "string_type":
-        return "must be text: write it in quotes"
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"unknown setting{nearest(name, known)}"
+        case "list_type":
+            return f"must be a list: write [{problem['input']}]"
+        case "string_type":
+            return "must be text: write it in quotes"
     return str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
 
 

@@ -120,16 +120,17 @@ def launch_errors(
         yield f"ddp_comm_hook={config.ddp_comm_hook} is for DDP, not FSDP: remove it"
     if not launcher:
         return
-    file, wanted = launcher.config_file, launcher.arguments.num_processes or launcher.config.get("num_processes")
+    arguments, file, content, _ = launcher
+    wanted = arguments.num_processes or content.get("num_processes")
     if wanted and int(wanted) != asked.world_size:
         yield (
             f"{wanted} processes were requested, but {file or 'accelerate launch'} starts {asked.world_size}: "
             "use a yaml for several, such as accelerate_configs/ddp.yaml, or a multiple of the number of machines"
         )
     for section, prefix in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
-        known = [name for name in vars(launcher.arguments) if name.startswith(prefix)]
-        for key in launcher.config.get(section) or {}:
+        known = [name for name in vars(arguments) if name.startswith(prefix)]
+        for key in content.get(section) or {}:
             if prefix + key.removeprefix(prefix) not in known:
                 yield f"{file}: {section} has no key {key}{nearest(key, known)}"
-    if launcher.arguments.parallelism_config_cp_size != asked.cp_size and not launcher.config.get("parallelism_config"):
+    if arguments.parallelism_config_cp_size != asked.cp_size and not content.get("parallelism_config"):
         yield f"--parallelism_config_cp_size: {file} has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"
