@@ -6,7 +6,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
 from textwrap import wrap
@@ -144,7 +144,7 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
     return settings, {*wrong}
 
 
-def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
+def _names_at(place: tuple[int | str, ...], given: Values) -> list[str]:
     """Return the given settings at the location of a pydantic error, around it or in it. If none is given, return the
     name of what is missing."""
     where = ".".join(map(str, place))
@@ -251,7 +251,7 @@ def read_value(value: Any) -> Any:
     return value
 
 
-def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each leaf in nested mappings."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:

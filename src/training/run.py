@@ -1,7 +1,6 @@
 """The run that `build` in train.py puts together, and its data and model."""
 
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -177,7 +176,7 @@ def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples
     return train_set, eval_set
 
 
-def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accelerator) -> list[str]:
+def fingerprints_of(task: Task, datasets: tuple[Examples, Examples], accelerator: Accelerator) -> list[str]:
     """Return the datasets' fingerprints on the first process of each machine, and an empty list on the others.
     Collective.
 
