@@ -257,7 +257,7 @@ def strategy_remarks(accelerator: Accelerator, model: nn.Module) -> Iterator[str
         _, *units = sharded_units(model)
         in_units = {weight for unit in units for weight in unit.parameters()}
         in_root = sum(weight.nbytes for weight in {*model.parameters()} - in_units)
-        largest = max(sum(weight.nbytes for weight in unit.parameters()) for unit in units)
+        largest = max((sum(weight.nbytes for weight in unit.parameters()) for unit in units), default=0)
         if in_root > largest:
             share = f"{in_root / 1e6:,.1f} of {sum(weight.nbytes for weight in model.parameters()) / 1e6:,.1f} MB"
             yield f"FSDP gathers {share} of weights at once, more than any block has: name more modules in {BLOCKS}"
