@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import reduce
 from operator import getitem
 from pkgutil import resolve_name
@@ -80,7 +80,7 @@ def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[A
 
 
 def read_config(
-    argv: list[str], tasks: Mapping[str, str], place_errors: Callable[[Config], Iterable[str]] = lambda _: ()
+    argv: list[str], tasks: dict[str, str], place_errors: Callable[[Config], Iterable[str]] = lambda _: ()
 ) -> Config:
     """Read the settings; if `argv` contains --help, print them and exit with code 0.
 
@@ -109,12 +109,12 @@ def read_config(
     raise UserError(*dict.fromkeys(mistakes))
 
 
-def load_config(argv: list[str], tasks: Mapping[str, str]) -> Config[Any]:
+def load_config(argv: list[str], tasks: dict[str, str]) -> Config[Any]:
     """Return what `read_config` does, with a Task."""
     return config_from(read_config(argv, tasks).model_dump(), tasks)
 
 
-def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping[str, str]) -> tuple[Any, set[str]]:
+def _check(values: Values, written: Written, mistakes: list[str], tasks: dict[str, str]) -> tuple[Any, set[str]]:
     """Return what `validate` does, with the chosen task's settings and defaults."""
     default, *_ = tasks
     name = str(values.get("task.name", default))
@@ -132,7 +132,7 @@ def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping
 
 
 @as_user_error("not the settings of a run: ", (KeyError, TypeError, ValidationError))
-def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config[Any]:
+def config_from(saved: dict[str, Any], tasks: dict[str, str]) -> Config[Any]:
     """Return the settings saved in a checkpoint or config.yaml, with a Task. `tasks` is as for `read_config`.
 
     Raises:

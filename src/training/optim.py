@@ -1,7 +1,6 @@
 """Build optimizers by name, and compute the learning rate as a function of the step."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch._dynamo  # noqa: F401  # each optimizer imports it, but would do so later, while garbage is looked for
@@ -112,7 +111,7 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
             return config.lr * _cosine(config.final_lr_ratio, 1, min(1, left))
 
 
-def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
+def set_lr(optimizers: list[Optimizer], lr: float) -> None:
     """Set the learning rate of all parameter groups."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
