@@ -15,7 +15,7 @@ if __name__ == "__main__":  # the imports below take seconds: answer signals, --
     settings = begin(sys.argv[1:])
 
 import torch
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, broadcast_object_list
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from src.checkpoint.export import export_model, push_to_hub
@@ -33,7 +33,7 @@ from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.cuda_graph import CapturedStep
-from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_everywhere
+from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.out_of_memory import explaining_memory
@@ -79,7 +79,7 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     """Evaluate each example exactly once. Return the metrics and the outputs that the task's tables are made from, or
     None if the run was stopped meanwhile."""
-    accelerator, task, size = run.accelerator, run.task, len(run.eval_set)
+    task, size = run.task, len(run.eval_set)
     run.model.eval()
     broadcast([*run.model.buffers()])  # running statistics, as process 0 exports them: FSDP leaves each its own
     with explaining_memory("evaluation", run):
@@ -87,10 +87,12 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     run.model.train()
     if scores is None:
         return None
-    loss_sum, targets, examples = accelerator.reduce(scores.totals, "sum").tolist()
+    loss_sum, targets, examples = run.accelerator.reduce(scores.totals, "sum").tolist()
     # all outputs, each example once, in the dataset's order: F1, for example, is no mean over examples
     outputs = {n: gather_in_order(run, o, min(size, task.kept_outputs.get(n, size))) for n, o in scores.outputs.items()}
-    metrics = metrics_everywhere(run, loss_sum / targets, int(examples) // run.cp_size, outputs)
+    num_examples = int(examples) // run.cp_size
+    metrics = metrics_of(task, loss_sum / targets, num_examples, outputs) if run.is_main else {}
+    (metrics,) = broadcast_object_list([metrics])  # all must agree on early stopping and on the best checkpoints
     return Evaluation(metrics, outputs)
 
 
@@ -119,17 +121,17 @@ def fit(run: Run) -> bool:
                     progress.add_evaluation(evaluation.metrics, config.early_stopping)
                     parts.log(*tracker.log_evaluation(evaluation))
                 progress.tick(is_training=False)
-            missing_metrics = progress.missing_metrics(config)
+            error = progress.metric_error(config)
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
-            is_ending = is_stopping or is_last or bool(missing_metrics)
+            is_ending = is_stopping or is_last or error is not None
             checkpoints.poll()  # report on the one being written, once it is done
             # a checkpoint always holds the evaluation of its step: evaluate first, save second
             if progress.step and (is_ending or run.is_save_due()):
                 progress.tick()
                 checkpoints.save(tracker.sync(), parts.run_id)
-            if missing_metrics:
+            if error:
                 checkpoints.close()
-                progress.reject(missing_metrics)
+                raise error
             if is_ending:
                 break
             # -------------------------------------------------------------------------------- one optimizer step

@@ -34,7 +34,7 @@ from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CNN, Side, arguments, launch, take_turns, train_py, write_images
 from src.check.reference import own_indices
 from src.training.batches import fetch_batch
-from src.training.optim import Schedule, build_optimizers, lr_at, set_lr
+from src.training.optim import build_optimizers, lr_at, set_lr
 from src.training.run import new_model
 from train import run_settings
 
@@ -60,7 +60,7 @@ def by_hand(argv: list[str]) -> None:
     model = DistributedDataParallel(new_model(config)[0], gradient_as_bucket_view=True, static_graph=True)
     parameters = list(model.parameters())
     (optimizer,) = build_optimizers(config.optim, model)
-    schedule = Schedule(config.schedule_steps(len(examples)), config.steps_per_epoch(len(examples)))
+    schedule = config.schedule_steps(len(examples)), config.steps_per_epoch(len(examples))
     loss_sum = torch.zeros(())
     global_batch_size = config.global_batch_size
     model.train()

@@ -18,11 +18,11 @@ PROJECT = Path(__file__).parents[1]
 def missing_requirements(extra: str = "") -> list[str]:
     """Return a line about everything that is missing or else one for each library of the wrong version, by the bounds
     in requirements.txt or those of an extra in pyproject.toml, such as `text`."""
-    bin_folder, here = PROJECT / ".venv/bin", os.path.dirname(sys.executable)
+    activate = PROJECT / ".venv/bin/activate"
     pip = f"{shlex.quote(sys.executable)} -m pip install -e '{PROJECT}{f'[{extra}]' if extra else ''}'"
     remedy = f"run `make setup` or, in an environment of your own, {pip}"
-    if (bin_folder / "activate").exists() and not bin_folder.samefile(here):
-        remedy = f"run `. {shlex.quote(os.path.relpath(bin_folder / 'activate'))}` first, as this is {sys.executable}"
+    if activate.exists() and not activate.parent.samefile(os.path.dirname(sys.executable)):
+        remedy = f"run `. {shlex.quote(os.path.relpath(activate))}` first, as this is {sys.executable}"
     if sys.version_info < (3, 11):  # noqa: UP036  # older ones get here
         return [f"Python 3.11 or newer is needed, and this is {sys.version.split()[0]}: {remedy}"]
 

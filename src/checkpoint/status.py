@@ -36,12 +36,12 @@ def answer_at_start(config: Config, resume: ResumePoint, is_main: bool) -> None:
         if SIGNALS.name:  # one that came during the imports
             SIGNALS.die()
     elif is_main:
-        SIGNALS.answer_by(lambda signal: _stop_at_start(config, resume, signal))
+        SIGNALS.answer_by(lambda: _stop_at_start(config, resume))
 
 
-def _stop_at_start(config: Config, resume: ResumePoint, reason: str) -> NoReturn:
+def _stop_at_start(config: Config, resume: ResumePoint) -> NoReturn:
     with WRITING:  # never released: nothing else may be written
-        write_stopped(config.folder, reason, resume.progress.step, resume.checkpoint, resume.command)
+        write_stopped(config.folder, str(SIGNALS.name), resume.progress.step, resume.checkpoint, resume.command)
         end_launcher()
         os._exit(0)  # whatever the main thread is doing
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import reduce
 from operator import getitem
 from pkgutil import resolve_name
@@ -14,7 +14,7 @@ from typing_extensions import TypeVar
 from src.config.aliases import translate
 from src.config.check import CheckSettings
 from src.config.environment import command_with, leftovers
-from src.config.errors import as_user_error, raise_if_any
+from src.config.errors import UserError, as_user_error
 from src.config.groups import TaskSettings
 from src.config.mirror import MirrorSettings
 from src.config.run import RunSettings
@@ -24,7 +24,6 @@ from src.config.settings import (
     Written,
     flatten,
     help_lines,
-    marked,
     nearest,
     read_arguments,
     read_value,
@@ -62,7 +61,7 @@ class Config(
     """Settings of the task chosen by `task.name`."""
 
 
-LENGTH_SETTINGS = marked(Config, Change.LENGTH)
+LENGTH_SETTINGS = {"epochs", "max_steps"}
 """Settings that determine how long a run is."""
 
 
@@ -81,7 +80,7 @@ def changed_settings(config: Config, saved: dict[str, Any]) -> dict[str, tuple[A
 
 
 def read_config(
-    argv: list[str], tasks: Mapping[str, str], place_errors: Callable[[Config], Iterable[str]] = lambda _: ()
+    argv: list[str], tasks: dict[str, str], place_errors: Callable[[Config], Iterable[str]] = lambda _: ()
 ) -> Config:
     """Read the settings; if `argv` contains --help, print them and exit with code 0.
 
@@ -98,23 +97,24 @@ def read_config(
     config, wrong = _check(values, written, mistakes, tasks)
     if config and not wrong & PLACE:
         mistakes.extend(place_errors(config))
-    hints, ours, launch = translate(values, written) if mistakes else ([], [], [])
+    if not mistakes:
+        return config
+    hints, ours, launch = translate(values, written)
     if hints:
         _check(*read_arguments(ours, hints), hints, tasks)
         said = "\n".join(hints)
         right = [word for word in ours if word.startswith("--task.name=") or f"\n{word}: " not in said]
         here = "in this project's terms, without what these lines leave out, and with its defaults for the rest:"
         mistakes = [*misread, *hints, here, f"  {command_with(right, launch)}"]
-    raise_if_any(dict.fromkeys(mistakes))
-    return config
+    raise UserError(*dict.fromkeys(mistakes))
 
 
-def load_config(argv: list[str], tasks: Mapping[str, str]) -> Config[Any]:
+def load_config(argv: list[str], tasks: dict[str, str]) -> Config[Any]:
     """Return what `read_config` does, with a Task."""
     return config_from(read_config(argv, tasks).model_dump(), tasks)
 
 
-def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping[str, str]) -> tuple[Any, set[str]]:
+def _check(values: Values, written: Written, mistakes: list[str], tasks: dict[str, str]) -> tuple[Any, set[str]]:
     """Return what `validate` does, with the chosen task's settings and defaults."""
     default, *_ = tasks
     name = str(values.get("task.name", default))
@@ -123,8 +123,7 @@ def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping
         name, values = default, {setting: value for setting, value in values.items() if not setting.startswith("task.")}
     task_class = resolve_name(tasks[name])
     defaults = task_class.run_defaults(dict(flatten({key: read_value(value) for key, value in values.items()})))
-    config_class: Any = Config
-    config_class = config_class[task_class]
+    config_class = Config[task_class]  # type: ignore[valid-type]
     if "help" in values:
         say(*USAGE.splitlines(), *(f"  {task}" for task in tasks), "", *help_lines(config_class, defaults))
         sys.exit(0)
@@ -133,13 +132,12 @@ def _check(values: Values, written: Written, mistakes: list[str], tasks: Mapping
 
 
 @as_user_error("not the settings of a run: ", (KeyError, TypeError, ValidationError))
-def config_from(saved: dict[str, Any], tasks: Mapping[str, str]) -> Config[Any]:
+def config_from(saved: dict[str, Any], tasks: dict[str, str]) -> Config[Any]:
     """Return the settings saved in a checkpoint or config.yaml, with a Task. `tasks` is as for `read_config`.
 
     Raises:
         UserError: these are not the settings of a run, or of another version.
     """
-    settings = resolve_name(tasks[saved["task"]["name"]])
-    task_class = resolve_name(vars(settings)["task_class"]) if "task_class" in vars(settings) else settings
-    config_class: Any = Config
-    return config_class[task_class].model_validate(saved)
+    path = tasks[saved["task"]["name"]]
+    task_class = resolve_name(vars(resolve_name(path)).get("task_class", path))
+    return Config[task_class].model_validate(saved)  # type: ignore[valid-type]

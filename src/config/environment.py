@@ -72,8 +72,7 @@ def leftovers() -> Iterator[str]:
     if "TORCHELASTIC_RUN_ID" in os.environ or {"MASTER_ADDR", "RANK"} <= os.environ.keys():
         return
     for name, alone in LAUNCH_VARIABLES.items():
-        value = os.environ.get(name, alone)
-        if value != alone:
+        if (value := os.environ.get(name, alone)) != alone:
             yield (
                 f"{name}={value} is set in the environment, but no launcher has started several processes: unset it, "
                 "or start them with accelerate launch and a yaml for several, such as accelerate_configs/ddp.yaml"

@@ -1,7 +1,7 @@
 """Groups of settings: the task, the optimizer, checkpoints and early stopping."""
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -21,7 +21,7 @@ class TaskSettings(Settings):
     """Names that `Task.metrics` returns, to check settings that name a metric at the start; None: not known yet."""
 
     @classmethod
-    def run_defaults(cls, given: Mapping[str, Any]) -> Values:
+    def run_defaults(cls, given: Values) -> Values:
         """Return this task's own defaults of epochs, global_batch_size and optim.*, by dotted name, where they differ
         from those of other tasks. `given` has the settings that the user has given."""
         return {}

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from src.config.environment import LaunchEnv, processes
 from src.config.groups import Checkpoint, EarlyStopping, Optim, TaskSettings
-from src.config.settings import Length, ResumeSafe, SafeReopens, Settings, nearest
+from src.config.settings import Reopens, ResumeSafe, SafeReopens, Settings, nearest
 from src.config.terminal import BIN, CONTROL
 
 
@@ -24,9 +24,9 @@ class RunSettings(Settings):
     """Output folder of the run."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 0
     """Seed of initial weights, data order, augmentation and dropout."""
-    epochs: Length[PositiveInt | None] = 10
+    epochs: Reopens[PositiveInt | None] = 10
     """Passes over the training data; the learning-rate schedule spans them."""
-    max_steps: Length[PositiveInt | None] = None
+    max_steps: Reopens[PositiveInt | None] = None
     """Optimizer steps, overriding epochs. If fewer, the same curve is cut short; if more, the schedule stretches."""
     global_batch_size: PositiveInt = 64
     """Examples per optimizer step, over all processes and accumulated micro-batches."""

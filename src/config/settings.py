@@ -6,7 +6,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
 from textwrap import wrap
@@ -24,7 +24,6 @@ class Change(Enum):
     """The effect of changing a setting before a run resumes."""
 
     SAFE = "same weights, up to rounding"
-    LENGTH = "a longer or shorter run"
     REOPENS = "a finished run resumes, or exports its model again"
 
 
@@ -34,7 +33,6 @@ Written = dict[str, str]
 """How the user wrote each value, by dotted name."""
 T = TypeVar("T")
 ResumeSafe = Annotated[T, Change.SAFE]
-Length = Annotated[T, Change.LENGTH, Change.REOPENS]
 Reopens = Annotated[T, Change.REOPENS]
 SafeReopens = Annotated[T, Change.SAFE, Change.REOPENS]
 MAX_VALUES = 100_000
@@ -73,21 +71,21 @@ def read_arguments(argv: list[str], mistakes: list[str]) -> tuple[Values, Writte
     """Return the values, and how the user wrote each: the files named by `--config`, in order, overridden by the other
     arguments, whose values are text, lists of words, True or None. Append a line to `mistakes` for whatever could not
     be read."""
-    options: list[tuple[str, list[str]]] = []
+    options: list[list[str]] = []
     is_open = False
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
-            options.append((name.replace("-", "_"), [value] * len(equals)))
+            options.append([name.replace("-", "_"), *[value] * len(equals)])
             is_open = not equals
         elif is_open:
-            options[-1][1].append(word)
+            options[-1].append(word)
         else:
             mistakes.append(f"{word}: not understood; settings are written --name=value")
 
     values: Values = {}
     written: Written = {}
-    for name, words in sorted(options, key=lambda option: option[0] != "config"):  # the other arguments override files
+    for name, *words in sorted(options, key=lambda option: option[0] != "config"):  # the other arguments override files
         if name == "config":
             for file in words or [""]:
                 for setting, value in flatten(_read_file(file, mistakes)):
@@ -146,7 +144,7 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
     return settings, {*wrong}
 
 
-def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
+def _names_at(place: tuple[int | str, ...], given: Values) -> list[str]:
     """Return the given settings at the location of a pydantic error, around it or in it. If none is given, return the
     name of what is missing."""
     where = ".".join(map(str, place))
@@ -157,12 +155,13 @@ def _names_at(place: tuple[int | str, ...], given: Iterable[str]) -> list[str]:
 
 def _reason(name: str, problem: Any, known: list[str]) -> str:
     """Return why pydantic refuses the setting of this name."""
-    if problem["type"] == "extra_forbidden":
-        return f"unknown setting{nearest(name, known)}"
-    if problem["type"] == "list_type":
-        return f"must be a list: write [{problem['input']}]"
-    if problem["type"] == "string_type":
-        return "must be text: write it in quotes"
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"unknown setting{nearest(name, known)}"
+        case "list_type":
+            return f"must be a list: write [{problem['input']}]"
+        case "string_type":
+            return "must be text: write it in quotes"
     return str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
 
 
@@ -208,15 +207,15 @@ def _read_file(file: str, mistakes: list[str]) -> Values:
     path = Path(file)
     try:
         content = read_yaml(path.read_text(encoding="utf-8")) or {}
-    except FileNotFoundError:
-        there = [*map(str, sorted(path.parent.glob("*.yaml")))]
-        mistakes.append(f"--config={file}: no such file{nearest(file, there)}")
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        mistakes.append(f"--config={file}: cannot be read as yaml, {cause(error)}")
-    else:
         if isinstance(content, dict):
             return content
-        mistakes.append(f"--config={file}: must hold settings, one `name: value` per line")
+        problem = "must hold settings, one `name: value` per line"
+    except FileNotFoundError:
+        there = [*map(str, sorted(path.parent.glob("*.yaml")))]
+        problem = f"no such file{nearest(file, there)}"
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        problem = f"cannot be read as yaml, {cause(error)}"
+    mistakes.append(f"--config={file}: {problem}")
     return {}
 
 
@@ -252,7 +251,7 @@ def read_value(value: Any) -> Any:
     return value
 
 
-def flatten(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each leaf in nested mappings."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:

@@ -98,17 +98,20 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
         os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # else Accelerate would still convert the model
     timeout = timedelta(minutes=config.timeout_minutes)
     comm_hook = config.ddp_comm_hook if asked.world_size > 1 else None
-    ddp = DistributedDataParallelKwargs(
-        comm_hook=DDPCommunicationHookType(comm_hook or "no"),
-        gradient_as_bucket_view=True,  # else DDP copies each gradient out of its bucket
-    )
-    no_scaler = GradScalerKwargs(enabled=False)  # Progress.update_loss_scale replaces it
+    handlers = [
+        GradScalerKwargs(enabled=False),  # Progress.update_loss_scale replaces it
+        InitProcessGroupKwargs(timeout=timeout),
+        DistributedDataParallelKwargs(
+            comm_hook=DDPCommunicationHookType(comm_hook or "no"),
+            gradient_as_bucket_view=True,  # else DDP copies each gradient out of its bucket
+        ),
+    ]
     with as_user_error("accelerate: ", ValueError):  # such as a value of the yaml that it doesn't know
         accelerator = Accelerator(
             cpu=on_cpu,
             mixed_precision=precision,
             fsdp_plugin=_fsdp_plugin(precision, on_cpu, timeout) if asked.fsdp else None,
-            kwargs_handlers=[no_scaler, InitProcessGroupKwargs(timeout=timeout), ddp],
+            kwargs_handlers=handlers,
         )
     if precision == "fp16" and on_cpu:  # else Accelerate trains in fp32 but reports fp16
         accelerator.native_amp = True
@@ -143,8 +146,8 @@ def choose_precision(launcher: ParentLauncher | None, asked: str, is_cpu_fallbac
         return "no", None  # a yaml's precision is meant for GPUs; --mixed_precision on the command line for this run
     if not torch.cuda.is_available():
         return asked, None
-    has_bf16, gpu = torch.cuda.is_bf16_supported(including_emulation=False), torch.cuda.get_device_name()
-    if asked in ("bf16", "fp8") and not has_bf16:
+    gpu = torch.cuda.get_device_name()
+    if asked in ("bf16", "fp8") and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "no", f"{gpu} has no {asked}: training in fp32"
     if asked == "fp8" and torch.version.cuda and torch.cuda.get_device_capability() < (8, 9):
         return "bf16", f"{gpu} has no fp8: training in bf16"
@@ -279,8 +282,7 @@ def machine_differences(reports: list[Any]) -> Iterator[str]:
     """Yield a line for each machine that differs from the first. Each reports its host name and facts by name."""
     name, first, *_ = reports[0]
     for number, (host, own, *_) in enumerate(reports):
-        other = [key for key in first | own if own.get(key) != first.get(key)]
-        if other:
+        if other := [key for key in first | own if own.get(key) != first.get(key)]:
             here, there = (", ".join(f"{key} {has.get(key)}" for key in other) for has in (own, first))
             yield f"machine {number} ({host}) has {here}; machine 0 ({name}) has {there}"
 

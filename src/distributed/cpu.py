@@ -28,9 +28,11 @@ def tune_for_cpu(model: nn.Module, is_sharded: bool = False) -> list[str]:
     """Speed up this process and `model`, in place: its layers change their class but keep their names. Save memory
     rather than time if FSDP will shard it (`is_sharded`). Return what was done, for the start-up summary."""
     done = []
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     # Keeping freed memory saves 6,000 page faults per step of the MNIST CNN, a quarter to a third of its time
     # (docs/figures.md). Under FSDP, gathered weights would pile up.
-    if mallopt(GIVE_BACK if is_sharded else KEEP):
+    settings = GIVE_BACK if is_sharded else KEEP
+    if mallopt and all(mallopt(*setting) for setting in settings.items()):
         done.append(f"glibc {'returns' if is_sharded else 'keeps'} freed memory")
     # Replace the layers' class, as fully_shard does, not the layers, so that hooks stay. Leave subclasses alone, as
     # their forward may differ.
@@ -108,9 +110,3 @@ def _mask(x: Tensor, p: float) -> Tensor:
     # A product of two different layouts takes several times as long. A bool would be cast in the forward pass and again
     # in the backward pass.
     return is_kept.as_strided(x.shape, torch.empty_like(x).stride()).to(x.dtype)
-
-
-def mallopt(settings: dict[int, int]) -> bool:
-    """Set parameters of glibc's malloc. Return whether that worked: other C libraries have none."""
-    call = getattr(ctypes.CDLL(None), "mallopt", None)
-    return call is not None and all(call(*setting) for setting in settings.items())

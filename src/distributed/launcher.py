@@ -7,9 +7,8 @@ is alone and trains a separate model. Here each of these ends the run with one l
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -33,8 +32,7 @@ REFUSED: dict[str, Any] = read_yaml(Path(__file__).with_name("refused.yaml").rea
 value. Null: it is supported."""
 
 
-@dataclass(frozen=True)
-class ParentLauncher:
+class ParentLauncher(NamedTuple):
     """The `accelerate launch` process above this one."""
 
     arguments: Any
@@ -122,16 +120,17 @@ def launch_errors(
         yield f"ddp_comm_hook={config.ddp_comm_hook} is for DDP, not FSDP: remove it"
     if not launcher:
         return
-    file, wanted = launcher.config_file, launcher.arguments.num_processes or launcher.config.get("num_processes")
+    arguments, file, content, _ = launcher
+    wanted = arguments.num_processes or content.get("num_processes")
     if wanted and int(wanted) != asked.world_size:
         yield (
             f"{wanted} processes were requested, but {file or 'accelerate launch'} starts {asked.world_size}: "
             "use a yaml for several, such as accelerate_configs/ddp.yaml, or a multiple of the number of machines"
         )
     for section, prefix in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_")):
-        known = [name for name in vars(launcher.arguments) if name.startswith(prefix)]
-        for key in launcher.config.get(section) or {}:
+        known = [name for name in vars(arguments) if name.startswith(prefix)]
+        for key in content.get(section) or {}:
             if prefix + key.removeprefix(prefix) not in known:
                 yield f"{file}: {section} has no key {key}{nearest(key, known)}"
-    if launcher.arguments.parallelism_config_cp_size != asked.cp_size and not launcher.config.get("parallelism_config"):
+    if arguments.parallelism_config_cp_size != asked.cp_size and not content.get("parallelism_config"):
         yield f"--parallelism_config_cp_size: {file} has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"

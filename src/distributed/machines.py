@@ -31,7 +31,8 @@ def join(config: Config) -> None:
     Raises:
         UserError: they differ, or not all of them joined; the same on all machines.
     """
-    if num_machines() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    size = num_machines()
+    if size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     SIGNALS.answer_by(SIGNALS.die_later)  # C++ code, which runs no Python handlers, may wait for a lost machine
     facts = dict(flatten(config.model_dump(mode="json", exclude={"output_dir": True, "task": {"data_dir"}})))
@@ -39,7 +40,7 @@ def join(config: Config) -> None:
     code = b"".join(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
     facts["src"] = zlib.crc32(code)
 
-    rank, size = int(os.environ["GROUP_RANK"]), num_machines()
+    rank = int(os.environ["GROUP_RANK"])
     main, timeout = os.environ["MASTER_ADDR"], timedelta(minutes=config.timeout_minutes)
     store = dist.TCPStore(main, int(os.environ["MASTER_PORT"]), None, is_master=False, timeout=timeout)
     if os.environ["LOCAL_RANK"] == "0":

@@ -47,7 +47,7 @@ class Signals:
     """Name of the first signal; None if there was none."""
     since = math.inf
     """When `catch` was called, by time.monotonic(): the wall clock may jump."""
-    _answer: Callable[[str], None] | None = None
+    _answer: Callable[[], None] | None = None
     _caught: Sequence[signal.Signals] = ()
 
     def catch(self) -> None:
@@ -58,8 +58,7 @@ class Signals:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals are its own
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        self._caught = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not is_nohup]
+        self._caught = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         for number in self._caught:
             signal.signal(number, lambda *_: None)
         threading.Thread(target=self._watch, args=[reader], daemon=True).start()
@@ -70,13 +69,13 @@ class Signals:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         signal.set_wakeup_fd(-1)  # last, or a signal in between would be lost
 
-    def answer_by(self, answer: Callable[[str], None] | None) -> None:
-        """Call `answer`, in a thread, with the name of each signal, including one that has arrived already."""
+    def answer_by(self, answer: Callable[[], None] | None) -> None:
+        """Call `answer`, in a thread, for each signal, including one that has arrived already."""
         self._answer = answer
         if answer and self.name:
-            threading.Thread(target=answer, args=[self.name], daemon=True).start()
+            threading.Thread(target=answer, daemon=True).start()
 
-    def die_later(self, _: str) -> None:
+    def die_later(self) -> None:
         """End the process after GRACE_SECONDS, unless another answer has been set by then."""
         time.sleep(GRACE_SECONDS)
         if self._answer == self.die_later:
@@ -98,7 +97,7 @@ class Signals:
                 if time.monotonic() > first_interrupt + 1:  # else it is the same one, forwarded
                     self.die()
             if self._answer:
-                self._answer(self.name)
+                self._answer()
             if number == signal.SIGINT and "RANK" not in os.environ:
                 time.sleep(0.2)  # after 0.25, Accelerate's launcher prints its traceback, and ends without waiting
                 end_launcher()

@@ -8,7 +8,6 @@ example left computes on a dummy batch of weight 0, because FSDP's forward and b
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice, tee
 from typing import Any, NamedTuple
@@ -51,8 +50,7 @@ TrainStep = Callable[[Run, list[MicroBatch], Counts], StepResult]
 """The type of train_step in train.py."""
 
 
-@dataclass(frozen=True)
-class ShardedBatchSampler:
+class ShardedBatchSampler(NamedTuple):
     """Deals a process its shard of each chunk of micro_batch_size x data_size examples: every data_size-th."""
 
     order: Indices
@@ -102,22 +100,22 @@ def epoch_order(run: Run, epoch: int, done: int) -> Indices:
 def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
     """Return this process's micro-batches for each optimizer step after step `first`, up to and including step `last`
     (None: the run's last one). Nothing is replayed."""
-    return _on_device(run, _training_steps(run, first, run.total_steps if last is None else last))
+    number = (run.total_steps if last is None else last) - first
+    return _on_device(run, islice(_steps_after(run, first), number))
 
 
-def _training_steps(run: Run, first: int, last: int) -> Steps:
-    config, step = run.config, first
+def _steps_after(run: Run, first: int) -> Steps:
+    """Yield this process's micro-batches for each step after step `first`, without end."""
+    config = run.config
     sizes = config.global_batch_size, config.forward_batch_size(run.data_size)
-    while step < last:
-        # only the first epoch after a resume begins in its middle, with `done` > 0
-        epoch, done = divmod(step, run.steps_per_epoch)
+    # only the first epoch after a resume begins in its middle, with `done` > 0
+    epoch, done = divmod(first, run.steps_per_epoch)
+    while True:
         order = epoch_order(run, epoch, done)
         # a purpose of its own (1), so that augmentation is independent of the order
         augmented = config.task.augmented(run.train_set, epoch_seed(config, epoch, 1))
-        rest_of_epoch = _load(run, augmented, order, *sizes, epoch)
-        for micro_batches in islice(rest_of_epoch, last - step):
-            step += 1
-            yield micro_batches
+        yield from _load(run, augmented, order, *sizes, epoch)
+        epoch, done = epoch + 1, 0
 
 
 class CountedSteps:
@@ -181,7 +179,7 @@ def examples_in_cache(run: Run, stop: StopSignal) -> int:
     layers = []
 
     def measure(_layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        layers.append(sum(leaf.nbytes for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)))
+        layers.append(sum(tensor.nbytes for tensor in tensors_in((args, kwargs, output))))
 
     # the last example: where texts are sorted by length, the longest
     batch = _copy(fetch_batch(run.task, run.eval_set, [len(run.eval_set) - 1]), run.device)
@@ -195,6 +193,11 @@ def examples_in_cache(run: Run, stop: StopSignal) -> int:
     # machines may differ: all take the main process's number
     agreed, _ = stop.begin_sum({"examples": float(run.is_main * (share // max(layers)))})()
     return int(agreed["examples"])
+
+
+def tensors_in(data: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts, in order."""
+    return [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
 
 
 def cache_size(device: torch.device) -> int:

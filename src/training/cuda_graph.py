@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
-from torch import Tensor
 
 from src.config.errors import UserError
 from src.tasks.base import Counts
-from src.training.batches import MicroBatch, TrainStep
+from src.training.batches import MicroBatch, TrainStep, tensors_in
 from src.training.optim import lr_at
 from src.training.progress import StepResult
 from src.training.run import Run
@@ -94,10 +93,3 @@ class CapturedStep:
         (self._loss,), self._norm = result.losses, result.norm
         # train_step has counted the step, but its kernels did not run
         run.progress.step = step
-
-
-def tensors_in(data: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in order."""
-    found: list[Tensor] = []
-    recursively_apply(found.append, data)
-    return found

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
@@ -105,14 +105,6 @@ def gather_in_order(run: Run, outputs: Tensor, num_examples: int) -> Tensor:
     # undo the dealing: the first example of each shard, then the second, …, with the padding last
     in_order = gathered.sum(1, dtype=padded.dtype).transpose(0, 1).flatten(0, 1)
     return in_order[:num_examples].cpu()
-
-
-def metrics_everywhere(run: Run, loss: float, examples: int, outputs: Tensors) -> Metrics:
-    """Compute the metrics of an evaluation on the main process, and return them on all: they must agree on early
-    stopping and on the best checkpoints. Collective."""
-    metrics = metrics_of(run.task, loss, examples, outputs) if run.is_main else {}
-    (metrics,) = broadcast_object_list([metrics])
-    return metrics
 
 
 def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> Metrics:

@@ -1,7 +1,6 @@
 """Turn gradients into an update: their norm over all processes, scaling, clipping, and skipping non-finite steps."""
 
 import math
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -29,7 +28,7 @@ def gradient_sync(run: Run, is_last: bool) -> AbstractContextManager[None]:
 
 
 @torch.no_grad()  # else autograd would record each `to_local`
-def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     """Return this process's shards of the gradients; whole gradients if they are not sharded."""
     return [to_local(p.grad) for p in parameters if p.grad is not None]
 
@@ -78,7 +77,7 @@ def scale_and_clip_(gradients: list[Tensor], scale: float, norm: Tensor, max_nor
         torch._foreach_mul_(gradients, scale)
 
 
-def step_if_finite(optimizers: Iterable[Optimizer], norm: Tensor) -> None:
+def step_if_finite(optimizers: list[Optimizer], norm: Tensor) -> None:
     """Take the step unless the gradients' norm, of shape (), is non-finite. Then clear the gradients.
 
     On a GPU a fused optimizer skips the step by itself; for others the host waits for the norm.

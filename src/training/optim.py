@@ -1,8 +1,7 @@
 """Build optimizers by name, and compute the learning rate as a function of the step."""
 
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch._dynamo  # noqa: F401  # each optimizer imports it, but would do so later, while garbage is looked for
 from torch import Tensor, nn
@@ -10,14 +9,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, AdamW, Muon, Optimizer
 
 from src.config.groups import Optim
-
-
-class Schedule(NamedTuple):
-    """The lengths that the learning rate depends on, besides its settings."""
-
-    steps: int
-    """Optimizer steps that the schedule spans."""
-    steps_per_epoch: int
 
 
 def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
@@ -48,15 +39,16 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
         case "adamw" | "muon":
             optimizers: list[Optimizer] = []
             if hidden:
-                muon = Muon(
-                    [p for p in trained if p in hidden],
-                    lr=config.lr,
-                    weight_decay=config.weight_decay,
-                    momentum=config.momentum,
-                    # scale updates to adamw's size, so that both can use one learning rate
-                    adjust_lr_fn="match_rms_adamw",
+                optimizers.append(
+                    Muon(
+                        [p for p in trained if p in hidden],
+                        lr=config.lr,
+                        weight_decay=config.weight_decay,
+                        momentum=config.momentum,
+                        # scale updates to adamw's size, so that both can use one learning rate
+                        adjust_lr_fn="match_rms_adamw",
+                    )
                 )
-                optimizers.append(muon)
             if groups:
                 # fused: one kernel for all parameters, which can skip a step by itself
                 optimizers.append(AdamW(groups, lr=config.lr, betas=config.betas, fused=True))
@@ -78,7 +70,7 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0, in a schedule that spans `schedule_steps`.
 
     constant: stay at the peak. linear, cosine: fall from the peak to final_lr_ratio of it. step: multiply by
     decay_factor every decay_epochs epochs (torch's StepLR). one_cycle: rise from a 25th of the peak and fall, both as a
@@ -119,7 +111,7 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
             return config.lr * _cosine(config.final_lr_ratio, 1, min(1, left))
 
 
-def set_lr(optimizers: Iterable[Optimizer], lr: float) -> None:
+def set_lr(optimizers: list[Optimizer], lr: float) -> None:
     """Set the learning rate of all parameter groups."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -51,7 +51,7 @@ class StepResult(NamedTuple):
 
 def added(counts: Counts, more: Counts) -> Counts:
     """Return the sums of two sets of counts, name by name."""
-    return {**counts, **{name: counts.get(name, 0.0) + number for name, number in more.items()}}
+    return counts | {name: counts.get(name, 0.0) + number for name, number in more.items()}
 
 
 def loss_sums(accelerator: Accelerator, results: list[StepResult]) -> list[float]:
@@ -133,11 +133,11 @@ class Progress:
 
     def tick(self, is_training: bool = True) -> None:
         """Add the time since the last tick to the time spent training, or only to the total."""
-        now = time.perf_counter()
-        self.seconds += now - self._clock
+        passed = time.perf_counter() - self._clock
+        self._clock += passed
+        self.seconds += passed
         if is_training:
-            self.interval_seconds += now - self._clock
-        self._clock = now
+            self.interval_seconds += passed
 
     def add_step(self, result: StepResult) -> None:
         """Keep a step's results until `read_steps`."""
@@ -220,31 +220,28 @@ class Progress:
         """Start the next interval."""
         self.interval_start = self.step
         self.training_seconds += self.interval_seconds
-        self.interval_seconds = 0.0
-        self.interval_loss = 0.0
-        self.interval_targets = 0.0
+        self.interval_seconds = self.interval_loss = self.interval_targets = 0.0
         self.counted = self.all_counts()
         self.interval_counts = {}
 
     def add_evaluation(self, results: Metrics, settings: EarlyStopping) -> None:
         """Keep the metrics of an evaluation after this step, and count the evaluations without improvement."""
         self.evaluations[self.step] = results
-        if settings.metric is None or settings.metric not in results:
-            return
-        now = score(results[settings.metric], settings.metric, settings.mode)
-        self.evaluations_without_gain += 1
-        if self.best is None or now > self.best + settings.min_delta:
-            self.best = now
-            self.evaluations_without_gain = 0
+        metric = settings.metric or ""  # empty: no early stopping
+        if metric in results:
+            now = score(results[metric], metric, settings.mode)
+            self.evaluations_without_gain += 1
+            if self.best is None or now > self.best + settings.min_delta:
+                self.best = now
+                self.evaluations_without_gain = 0
 
-    def missing_metrics(self, config: Config) -> list[str]:
-        """Return an error line for each metric that the settings name but the evaluation after this step lacks."""
+    def metric_error(self, config: Config) -> UserError | None:
+        """Return an error about a metric that the settings name but the evaluation after this step lacks; None: all are
+        there, or there was no evaluation."""
         # known only now if the task doesn't declare its metrics (Task.metric_names)
-        return config.metric_errors(self.evaluation) if self.step in self.evaluations else []
-
-    def reject(self, missing_metrics: list[str]) -> NoReturn:
-        """Raise a UserError that names the missing metric."""
-        raise UserError(f"{missing_metrics[0]}; choose another one, and the same command resumes at step {self.step}")
+        missing = config.metric_errors(self.evaluation) if self.step in self.evaluations else []
+        advice = f"choose another one, and the same command resumes at step {self.step}"
+        return UserError(f"{missing[0]}; {advice}") if missing else None
 
     def is_out_of_patience(self, settings: EarlyStopping) -> bool:
         """Return whether early stopping ends the run: the same on all processes, and after a resume."""

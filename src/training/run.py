@@ -1,7 +1,6 @@
 """The run that `build` in train.py puts together, and its data and model."""
 
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,7 +26,6 @@ from src.distributed.accelerator import (
 )
 from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
 from src.tasks.task_checks import require_right
-from src.training.optim import Schedule
 from src.training.progress import Progress
 from src.training.state import ResumePoint, RunInputs
 from src.training.transforms import transform
@@ -113,8 +111,10 @@ class Run:
         return self.config.total_steps(len(self.train_set))
 
     @cached_property
-    def schedule(self) -> Schedule:
-        return Schedule(self.config.schedule_steps(len(self.train_set)), self.steps_per_epoch)
+    def schedule(self) -> tuple[int, int]:
+        """Return what the learning rate depends on besides its settings: the optimizer steps that the schedule spans,
+        and those of an epoch."""
+        return self.config.schedule_steps(len(self.train_set)), self.steps_per_epoch
 
     def tell(self, *lines: str) -> None:
         """Print lines, on the main process."""
@@ -137,15 +137,9 @@ class Run:
 
     def needs_sync(self) -> bool:
         """Return whether the host needs this step's results now, and has to wait for the device."""
-        # In fp16 always, as the next loss scale depends on this norm. Before an evaluation or a save, so that too many
-        # bad steps end the run first, and a checkpoint's counters are complete.
-        return (
-            self.is_fp16
-            or self.progress.step == self.total_steps
-            or self.is_log_due()
-            or self.is_evaluation_due()
-            or self.is_save_due()
-        )
+        # In fp16 always, as the next loss scale depends on this norm. Before an evaluation or a save, as after the last
+        # step, so that too many bad steps end the run first, and a checkpoint's counters are complete.
+        return self.is_fp16 or self.is_log_due() or self.is_evaluation_due() or self.is_save_due()
 
     def is_log_due(self) -> bool:
         """Return whether a logging interval ends with this step."""
@@ -182,7 +176,7 @@ def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples
     return train_set, eval_set
 
 
-def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accelerator) -> list[str]:
+def fingerprints_of(task: Task, datasets: tuple[Examples, Examples], accelerator: Accelerator) -> list[str]:
     """Return the datasets' fingerprints on the first process of each machine, and an empty list on the others.
     Collective.
 
@@ -199,12 +193,10 @@ def fingerprints_of(task: Task, datasets: Sequence[Examples], accelerator: Accel
 
 def on_device(config: Config, dataset: Examples, device: torch.device) -> Examples:
     """Return the dataset in the device's memory if it can be put there."""
-    if config.num_workers > 0:
-        # worker processes can't read the device's memory
-        return dataset
     # a small dataset is copied to the device once, so that batches don't have to be
     to: Any = getattr(dataset, "to", None)
-    return to(device) if to else dataset
+    # worker processes can't read the device's memory
+    return to(device) if to and config.num_workers == 0 else dataset
 
 
 def prepare_model(config: Config[Task], accelerator: Accelerator, launch: RunSetup) -> tuple[nn.Module, dict[str, Any]]:

@@ -13,6 +13,5 @@ def score(value: float, metric: str, mode: Literal["min", "max"] | None) -> floa
     # comparisons with NaN are false: if the first value is NaN, nothing would ever beat it. JSON has no infinity.
     if math.isnan(value):
         return -sys.float_info.max
-    if mode is None:
-        mode = "min" if metric.endswith(LESS_IS_BETTER) else "max"
-    return -value if mode == "min" else value
+    is_less_better = mode == "min" or (mode is None and metric.endswith(LESS_IS_BETTER))
+    return -value if is_less_better else value

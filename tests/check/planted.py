@@ -323,7 +323,7 @@ FAULTS = [
     Fault("the learning rate stepped once per process", "ddp", "Steps", "the schedule has another pace or length",
           "train.lr_at", lambda lr_at, step, *rest: lr_at(2 * step, *rest)),
     Fault("a schedule that is longer by the number of processes", "ddp", "Steps", "the schedule has another pace",
-          "src.training.run.Schedule", lambda schedule, steps, per_epoch: schedule(2 * steps, per_epoch)),
+          "train.lr_at", lambda lr_at, step, optim, steps, per_epoch: lr_at(step, optim, 2 * steps, per_epoch)),
     Fault("a schedule that is a step ahead", "cpu", "Steps", "the schedule is ahead of the steps",
           "train.lr_at", lambda lr_at, step, *rest: lr_at(step + 1, *rest)),
     Fault("another rate at the last step of each epoch", "cpu", "Steps", "the schedule is ahead of the steps",

@@ -80,7 +80,7 @@ FAULTS = [
          without_the_last_labels),
         ("quick", "a part is another one's", "Steps", "gradients", CP + "shard_batch", of_the_other_rank),
         ("quick", "each part counts an example", "Evaluation", "eval/examples",
-         "src.training.evaluation.metrics_of", counted_by_each),
+         "train.metrics_of", counted_by_each),
         ("slow", "all have the first part", "Steps", "gradients", CP + "shard_batch", of_the_first_rank),
         ("slow", "a part sees itself alone", "Steps", "gradients", "src.tasks.text.context_parallel.ulysses_attention",
          of_parts_alone),
