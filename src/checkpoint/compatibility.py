@@ -23,13 +23,12 @@ def read_state(checkpoint: Path) -> RunState:
     content = read_json(file := checkpoint / STATE)
     with reading(file):
         version = content["format_version"]
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"{checkpoint} has format version {version!r:.9}, but this code reads version {FORMAT_VERSION}: "
-            f"use the code that saved it, or begin a new run"
-        )
-    with reading(file):
-        return RUN_STATE.validate_python(content)
+        if version == FORMAT_VERSION:
+            return RUN_STATE.validate_python(content)
+    raise UserError(
+        f"{checkpoint} has format version {version!r:.9}, but this code reads version {FORMAT_VERSION}: "
+        "use the code that saved it, or begin a new run"
+    )
 
 
 def note_changes(config: Config, checkpoint: Path, then: RunInputs) -> list[str]:
@@ -72,9 +71,11 @@ def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
 
 def require_same_data(checkpoint: Path, then: RunInputs, now: RunInputs) -> None:
     """Raise a UserError if the checkpoint was trained on different data."""
-    both = [{"examples to train on": of.examples, **of.data_state} for of in (then, now)]
     # in the form that a checkpoint returns: tuples as lists, and NaN as text, which equals itself
-    known, facts = (json.loads(json.dumps(facts), parse_constant=str) for facts in both)
+    known, facts = (
+        json.loads(json.dumps({"examples to train on": of.examples, **of.data_state}), parse_constant=str)
+        for of in (then, now)
+    )
     changes = _changes({name: (known.get(name, value), value) for name, value in facts.items()})
     parts = zip(("to train on", "to evaluate on"), then.fingerprints, now.fingerprints, strict=False)
     changed = " and ".join(part for part, before, after in parts if before != after)

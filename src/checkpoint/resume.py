@@ -94,8 +94,8 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
     if checkpoint is None:
         if damaged:
             advice = f"choose another --resume, or move {config.folder} away to start over"
-            lines = [f"{path}: {why}" for path, why in damaged.items()]
-            raise_if_any([*lines, f"no valid checkpoint to resume from: {advice}"])
+            lines = (f"{path}: {why}" for path, why in damaged.items())
+            raise UserError(*lines, f"no valid checkpoint to resume from: {advice}")
         is_begun = (config.folder / "metrics.jsonl").exists()
         notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
         return ResumePoint(notes=notes, command=command)
@@ -103,8 +103,8 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
     done = "skipped and set aside" if config.saves else "skipped"
     notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
     notes += note_changes(config, checkpoint, state.origin)
-    watched, watches = dict(flatten(state.origin.settings)), config.early_stopping
-    if (watched.get("early_stopping.metric"), watched.get("early_stopping.mode")) != (watches.metric, watches.mode):
+    then = dict(flatten(state.origin.settings))
+    if any(then.get(f"early_stopping.{name}") != getattr(config.early_stopping, name) for name in ("metric", "mode")):
         state.progress.best = None
         state.progress.evaluations_without_gain = 0
     point = ResumePoint(checkpoint=checkpoint, state=state, notes=notes, command=command)

@@ -75,7 +75,6 @@ def local_store(accelerator: Accelerator, config: Config) -> AbstractContextMana
 def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
     """Return the checkpoints whose step was evaluated, sorted by checkpoint.metric, best first; ties keep their
     order."""
-    metric = settings.metric
-    values = {path: evaluations.get(step_of(path), {}).get(metric) for path in checkpoints}
-    scores = {path: score(value, metric, settings.mode) for path, value in values.items() if value is not None}
-    return sorted(scores, key=scores.__getitem__, reverse=True)
+    metric, results = settings.metric, {path: evaluations.get(step_of(path), {}) for path in checkpoints}
+    evaluated = [path for path in checkpoints if metric in results[path]]
+    return sorted(evaluated, key=lambda path: score(results[path][metric], metric, settings.mode), reverse=True)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import time
 import warnings
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,6 @@ from src.training.out_of_memory import explaining_memory
 from src.training.run import Run
 from src.training.state import RunState
 
-HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
-"""Metadata that DCP writes into each file, and expects when reading."""
-
 
 class CheckpointWriter:
     """Writes the checkpoints of a run, one after the other. All processes make the same calls."""
@@ -52,7 +48,8 @@ class CheckpointWriter:
             use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
         )
         self._stager = DefaultStager(self._options)  # keeps its buffers between saves
-        self._pending: tuple[StorageWriter, Future[Any], float] | None = None
+        self._pending: Any = None
+        """The save under way: its StorageWriter, its future, and the seconds that it has paused training."""
         if run.is_main:
             with contextlib.suppress(OSError):
                 store.rotate(run.progress.evaluations)  # the settings may keep fewer than before
@@ -136,12 +133,14 @@ class StorageWriter(HuggingFaceStorageWriter):
             raise OSError(f"{self.folder} is not on this machine: share output_dir, or set checkpoint.mirror")
         tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
+        # which DCP writes into each file, and expects when reading
+        header = {"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
         with as_user_error(f"{self.folder / shard} cannot be written, "):
-            save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
+            save_file(tensors, self.folder / shard, header)
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         files = self._store.record(self.folder, random, shard)
-        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done: Any = torch.futures.Future()
         done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=files)])
         return done
 

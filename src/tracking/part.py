@@ -72,7 +72,7 @@ class Guarded(Part):
 
     def __init__(self, part: Part) -> None:
         self._part, self.title = part, part.title
-        self._entries: Queue[tuple[Any, ...]] = Queue(MAX_WAITING)
+        self._entries: Queue[Any] = Queue(MAX_WAITING)
         self._thread = Thread(target=self._follow, daemon=True)  # a daemon that hangs does not keep the process alive
         self._has_started = Event()
 

@@ -6,8 +6,8 @@ It shows what runs and --check have written into their folders, and leaves out w
 import argparse
 import math
 from collections import defaultdict
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from jinja2 import Template, TemplateError
@@ -80,7 +80,7 @@ def write_report(folders: list[Path], target: Path) -> None:
 
 def draw_plots(runs: list[LoggedRun]) -> dict[str, str]:
     """Return a plot of each metric that changes, by its title: an SVG in base64."""
-    draw = import_module("src.tracking.plots").draw_curves  # imports matplotlib, which nothing else needs
+    draw = resolve_name("src.tracking.plots:draw_curves")  # imports matplotlib, which nothing else needs
     curves = defaultdict(list)
     for run in runs:
         for name, points in run.curves.items():

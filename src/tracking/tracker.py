@@ -16,25 +16,23 @@ from src.config.settings import write_yaml
 from src.config.terminal import bar, masked
 from src.distributed.accelerator import peak_memory
 from src.tasks.base import Metrics, Tables
-from src.tracking.part import Entry
+from src.tracking.part import Entry, Parts
 from src.tracking.summary import print_summary
 from src.training.batches import examples_seen
 from src.training.evaluation import Evaluation, evaluation_line
 from src.training.progress import StepResult
 from src.training.run import Run
 
-Logged = tuple[Entry, Tables]
-"""What the parts log too: numbers, including `step`, and tables by name. Only the main process has parts."""
-
 
 class Tracker(contextlib.AbstractContextManager["Tracker"]):
-    """Writes the run's log. Its log_ methods return what they log, for the parts."""
+    """Writes the run's log, and passes it on to the parts."""
 
-    def __init__(self, run: Run, where: dict[str, str]) -> None:
-        """Open the log, and print what is about to run. `where`: where parts log the run, by title."""
-        self._run, self.folder = run, run.config.folder
+    def __init__(self, run: Run, parts: Parts) -> None:
+        """Open the log, and print what is about to run."""
+        self._run, self._parts, self.folder = run, parts, run.config.folder
         self._skipped, self._status = run.progress.skipped, ""
         if run.is_main:
+            where = parts.where
             trackers = {title: masked(text) for title, text in where.items() if text}  # secrets in a server's URL
             self._session = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
             self._open_log()
@@ -68,7 +66,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._bar.set_description_str("evaluating" if is_due else self._status, refresh=is_due)
         self._bar.update()
 
-    def log_training(self, result: StepResult, measured: dict[str, float]) -> Logged:
+    def log_training(self, result: StepResult, measured: dict[str, float]) -> None:
         """Log the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
@@ -86,7 +84,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             run.tell(f"WARNING: steps skipped so far because of non-finite gradients: {progress.skipped}")
         self._skipped = progress.skipped
         self._show(metrics)
-        return self._log(metrics | measured, {})
+        self._log(metrics | measured, {})
 
     def _show(self, metrics: dict[str, Any]) -> None:
         """Show an interval's loss and speed in the bar, or in a line if there is no bar."""
@@ -99,14 +97,13 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             eta = tqdm.format_interval(self._run.progress.seconds / step * (total - step))
             self._run.tell(f"step {step:>6,}/{total:,}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
 
-    def log_evaluation(self, evaluation: Evaluation) -> Logged:
+    def log_evaluation(self, evaluation: Evaluation) -> None:
         """Log an evaluation made after the latest step."""
         run, step = self._run, self._run.progress.step
-        if not run.is_main:
-            return {}, {}
-        tables = run.task.tables(evaluation.outputs, run.eval_set)
-        run.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
-        return self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
+        if run.is_main:
+            tables = run.task.tables(evaluation.outputs, run.eval_set)
+            run.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
+            self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
 
     def sync(self) -> int:
         """Flush metrics.jsonl to disk. Return its length, where a resumed run continues it; 0 on other processes."""
@@ -164,15 +161,14 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         )
         return summary
 
-    def _log(self, metrics: dict[str, Any], tables: Tables) -> Logged:
-        """Append a line to metrics.jsonl on the main process. Return its numbers and tables by the names that they have
-        there."""
+    def _log(self, metrics: dict[str, Any], tables: Tables) -> None:
+        """Append a line to metrics.jsonl on the main process, which alone has parts, and have them log it too."""
         entry = {"step": self._run.progress.step, **metrics}
         tables = {f"eval/{name}": rows for name, rows in tables.items()}
         if self._run.is_main:
             with naming(self.folder / "metrics.jsonl"):
                 self._metrics.write(json_text(entry | tables) + "\n")
-        return entry, tables
+            self._parts.log(entry, tables)
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -239,7 +240,7 @@ def test_a_resume_takes_as_long_however_long_the_log_is(tmp_path: Path, monkeypa
     of_the_run = {"progress": Progress(step=10), "launch": SimpleNamespace()}
     run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, task=Mnist(), **of_the_run)
     monkeypatch.setattr(tracking, "print_summary", lambda *_: None)
-    with tracking.Tracker(run, {}) as tracker:
+    with tracking.Tracker(run, Mock(where={})) as tracker:
         assert tracker.sync() == state.metrics_bytes
     state.metrics_bytes += 1
     with pytest.raises(UserError, match="restore it"):
