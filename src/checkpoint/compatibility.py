@@ -40,8 +40,10 @@ def note_changes(config: Config, checkpoint: Path, then: RunInputs) -> list[str]
     wrong = {name: pair for name, pair in changed.items() if is_shorter or name not in LENGTH_SETTINGS}
     shorter = f" (the learning-rate schedule then spans {after} steps, not {before})" if is_shorter else ""
     if wrong and not config.checkpoint.accept_changes:
-        advice = f"set them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
-        raise UserError(f"{checkpoint} was saved with different settings: {_changes(wrong)}{shorter}; {advice}")
+        raise UserError(
+            f"{checkpoint} was saved with different settings: {_changes(wrong)}{shorter}; "
+            f"set them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
+        )
     return [f"changed since: {_changes(changed)}{shorter}"] if changed else []
 
 
@@ -81,8 +83,10 @@ def require_same_data(checkpoint: Path, then: RunInputs, now: RunInputs) -> None
     changed = " and ".join(part for part, before, after in parts if before != after)
     if changes or changed:
         found = changes or f"other text, images or labels {changed}"
-        advice = f"bring them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
-        raise UserError(f"{checkpoint} was trained on different data: {found}: {advice}")
+        raise UserError(
+            f"{checkpoint} was trained on different data: {found}: "
+            f"bring them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
+        )
 
 
 def require_full_log(config: Config, checkpoint: Path, state: RunState) -> None:

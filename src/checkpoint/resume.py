@@ -93,9 +93,11 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
     command = command_with(sys.argv[1:] + ["--resume=auto"] * (config.resume != "auto"))
     if checkpoint is None:
         if damaged:
-            advice = f"choose another --resume, or move {config.folder} away to start over"
-            lines = (f"{path}: {why}" for path, why in damaged.items())
-            raise UserError(*lines, f"no valid checkpoint to resume from: {advice}")
+            raise UserError(
+                *(f"{path}: {why}" for path, why in damaged.items()),
+                "no valid checkpoint to resume from: choose another --resume, "
+                f"or move {config.folder} away to start over",
+            )
         is_begun = (config.folder / "metrics.jsonl").exists()
         notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
         return ResumePoint(notes=notes, command=command)
@@ -126,8 +128,10 @@ def load_checkpoint(run: Run) -> None:
     if checkpoint is None or saved is None:
         return
     if step > run.total_steps:
-        asked = f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
-        raise UserError(f"{checkpoint} already has {step} steps, but {asked}")
+        raise UserError(
+            f"{checkpoint} already has {step} steps, but "
+            f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
+        )
     if run.is_fp16 and saved.origin.precision != "fp16":
         run.progress.loss_scale = Progress().loss_scale
     accepts_changes = run.config.checkpoint.accept_changes

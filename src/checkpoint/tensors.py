@@ -71,7 +71,7 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
     absent = "is missing"
     if differing := [
         f"{name.removeprefix('model.')} {there.get(name, absent)} in the checkpoint and {here.get(name, absent)} here"
-        for name in {**here, **there}
+        for name in here | there
         if here.get(name) != there.get(name) and (name in found or name.startswith("model."))
     ]:
         raise UserError(f"{checkpoint} does not fit this model: {listed(differing)}")

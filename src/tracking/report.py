@@ -55,12 +55,10 @@ class LoggedRun:
                 if "/" in name and is_number(value):
                     self.curves[name].append((self.step, value))
         self.results |= read_json(folder / "summary.json")
-
-    @property
-    def rank_key(self) -> float:
-        """Return the score of the exported model, or else of the last evaluation: higher is better."""
         metric, mode = self.settings["checkpoint.metric"], self.settings["checkpoint.mode"]
-        return score(self.results[metric], metric, mode) if is_number(self.results.get(metric)) else -math.inf
+        result = self.results.get(metric)
+        self.score = score(result, metric, mode) if is_number(result) else -math.inf
+        """Of the exported model, or else of the last evaluation: higher is better."""
 
 
 def write_report(folders: list[Path], target: Path) -> None:
@@ -71,7 +69,7 @@ def write_report(folders: list[Path], target: Path) -> None:
     """
     what = f"{', '.join(map(str, folders))}: files are not as a run writes them: "
     with as_user_error(what, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
-        runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.rank_key))
+        runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.score))
         source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
         template = Template(source, autoescape=True, trim_blocks=True)
         page = template.render(runs=runs, PICTURE=PICTURE, figures=draw_plots(runs))

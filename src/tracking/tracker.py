@@ -32,12 +32,12 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._run, self._parts, self.folder = run, parts, run.config.folder
         self._skipped, self._status = run.progress.skipped, ""
         if run.is_main:
-            where = parts.where
-            trackers = {title: masked(text) for title, text in where.items() if text}  # secrets in a server's URL
+            # there may be secrets in a server's URL
+            trackers = {title: masked(text) for title, text in parts.where.items() if text}
             self._session = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
             self._open_log()
             self._write_settings()
-            print_summary(run, where)
+            print_summary(run, parts.where)
         self._bar = bar(initial=run.progress.step, total=run.total_steps, smoothing=0.05, leave=True)
 
     def _open_log(self) -> None:

@@ -16,11 +16,10 @@ import torch
 
 from src.checkpoint.compatibility import note_changes, read_state, require_full_log, require_same_data
 from src.checkpoint.integrity import problems
-from src.checkpoint.store import best_first
+from src.checkpoint.store import Store
 from src.checkpoint.tensors import load_tensors
 from src.config.config import config_from
 from src.config.errors import UserError
-from src.config.groups import Checkpoint
 from src.tasks import TASKS
 from src.tasks.mnist import Mnist, MnistCnn
 from src.tracking import tracker as tracking
@@ -208,8 +207,9 @@ def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
     newest_first = [Path(f"step_{step:08d}") for step in (60, 50, 40, 30, 20, 10)]
     evaluations = {10: {"eval/loss": 1.0}, 20: {"eval/loss": float("nan")}, 30: {"eval/loss": 0.5}, 40: {"eval/x": 1.0}}
     evaluations |= {50: {"eval/loss": 0.5}, 70: {"eval/loss": 0.1}}
-    for mode, steps in ((None, [50, 30, 10, 20]), ("max", [10, 50, 30, 20])):
-        best = best_first(newest_first, Checkpoint(mode=mode), evaluations)
+    for mode, steps in (("null", [50, 30, 10, 20]), ("max", [10, 50, 30, 20])):
+        store = Store(Mock(), run_settings([f"--checkpoint.mode={mode}"]))
+        best = store.best_first(newest_first, evaluations)
         assert [int(path.name.removeprefix("step_")) for path in best] == steps
 
 
