@@ -104,5 +104,5 @@ def checksum(tree: Any) -> str:
     for tensor in tree_leaves(tree):
         if isinstance(tensor, Tensor):  # copy, as FSDP can't free the memory behind a numpy array
             copied = to_local(tensor).detach().to("cpu", copy=True)
-            digest.update(copied.flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(copied.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:12]

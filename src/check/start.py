@@ -3,9 +3,10 @@ read once, and that all processes start with the weights that a single process w
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_indices
 from src.config.environment import LaunchEnv
 from src.distributed.accelerator import sharded_units
-from src.tasks.base import Counts, Examples, Indices
 from src.training.batches import MicroBatch, evaluation_batches, fetch_batch, training_steps
 from src.training.run import Run
 
@@ -44,26 +44,15 @@ def check_launch(context: CheckContext) -> Iterator[Row]:
     yield finding("strategy", found, expected, found == expected)
 
 
-@dataclass(frozen=True)
-class IndexTask:
-    """A run's task whose examples are their own indices: a batch is a list of what is read. The order is the run's."""
-
-    run: Run
-    collate = staticmethod(list[int])
-
-    def order(self, _indices: Examples, *drawn: Any) -> Indices:
-        return self.run.task.order(self.run.train_set, *drawn)
-
-    def augmented(self, indices: Examples, _seed: list[int]) -> Examples:
-        return indices
-
-    def count(self, batch: list[int]) -> Counts:
-        return {"targets": len(batch)}
-
-
 def reading_indices(run: Run) -> Run:
-    """Return the run with indices in place of its examples."""
-    config = run.config.model_copy(update={"task": IndexTask(run)})
+    """Return the run with indices in place of its examples, in the same order: a batch is a list of what is read."""
+    task = SimpleNamespace(
+        order=lambda _, *drawn: run.task.order(run.train_set, *drawn),
+        augmented=lambda indices, _: indices,
+        collate=list,
+        count=lambda batch: {"targets": len(batch)},
+    )
+    config = run.config.model_copy(update={"task": task})
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
 
 

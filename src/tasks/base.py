@@ -243,7 +243,7 @@ class Task(TaskSettings):
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, split into several files if it is large
         if self.state.data:
-            (folder / DATA_STATE).write_bytes(json.dumps(self.state.data).encode())
+            (folder / DATA_STATE).write_text(json.dumps(self.state.data))
         return {"": {}}
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
