@@ -5,7 +5,7 @@ by hand. docs/check.md says what each of the seven checks finds. Each process ne
 model with its gradients and optimizer state.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from textwrap import wrap
 
 import torch
@@ -20,7 +20,7 @@ from src.config.terminal import say
 from src.training.batches import TrainStep
 from src.training.run import Run
 
-CHECKS: dict[str, Callable[[CheckContext], Iterator[Row]]] = {
+CHECKS = {
     "Launch": check_launch,
     "Data": check_data,
     "Same start": check_start,

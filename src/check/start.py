@@ -2,7 +2,7 @@
 read once, and that all processes start with the weights that a single process would have."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -121,7 +121,7 @@ def check_start(context: CheckContext) -> Iterator[Row]:
     yield finding("processes that draw the same numbers next", str(alike), "1", alike == 1)
 
 
-def _settings(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[str]:
+def _settings(model: nn.Module, optimizers: list[Optimizer]) -> set[str]:
     """Return a line for each setting of each parameter, such as `fc1.weight: AdamW, weight_decay=0.01`."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {

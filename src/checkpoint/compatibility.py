@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +99,6 @@ def require_full_log(config: Config, checkpoint: Path, state: RunState) -> None:
         )
 
 
-def _changes(pairs: Mapping[str, tuple[Any, Any]]) -> str:
+def _changes(pairs: dict[str, tuple[Any, Any]]) -> str:
     """Return the (old, new) pairs that differ, by name, in one line; empty if none do."""
     return ", ".join(f"{name} {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in pairs.items() if a != b)

@@ -1,7 +1,6 @@
 """Where the checkpoints of a run are, which is the newest valid one, and which ones to keep."""
 
 import contextlib
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 
@@ -74,6 +73,6 @@ class Store:
         return sorted(evaluated, key=lambda path: score(results[path][metric], metric, mode), reverse=True)
 
 
-def local_store(accelerator: Accelerator, config: Config) -> AbstractContextManager[Store]:
+def local_store(accelerator: Accelerator, config: Config) -> contextlib.AbstractContextManager[Store]:
     """Open the store of a run without a mirror."""
     return contextlib.nullcontext(Store(accelerator, config))

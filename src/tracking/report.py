@@ -8,7 +8,6 @@ import math
 from collections import defaultdict
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 from jinja2 import Template, TemplateError
 
@@ -41,7 +40,7 @@ class LoggedRun:
             raise UserError(f"{folder}: not a run's folder (it has no config.yaml of a run)")
         self.curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """Points (step, finite value), by metric."""
-        self.step, self.results, self.tables = 0, dict[str, Any](), Tables()
+        self.step, self.results, self.tables = 0, Entry(), Tables()
         """The last step, the metrics of the exported model or else of the last evaluation, and the tables of that."""
         for entry in read_records(folder / "metrics.jsonl"):
             self.step = entry["step"]
@@ -56,8 +55,8 @@ class LoggedRun:
                     self.curves[name].append((self.step, value))
         self.results |= read_json(folder / "summary.json")
         metric, mode = self.settings["checkpoint.metric"], self.settings["checkpoint.mode"]
-        result = self.results.get(metric)
-        self.score = score(result, metric, mode) if is_number(result) else -math.inf
+        is_scored = is_number(self.results.get(metric))
+        self.score = score(self.results[metric], metric, mode) if is_scored else -math.inf
         """Of the exported model, or else of the last evaluation: higher is better."""
 
 

@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -66,12 +65,12 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._bar.set_description_str("evaluating" if is_due else self._status, refresh=is_due)
         self._bar.update()
 
-    def log_training(self, result: StepResult, measured: dict[str, float]) -> None:
+    def log_training(self, result: StepResult, measured: Entry) -> None:
         """Log the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
         num_examples = examples_seen(run, progress.step) - examples_seen(run, progress.interval_start)
-        metrics: dict[str, Any] = {
+        metrics: Entry = {
             "epoch": progress.step / run.steps_per_epoch,
             "train/lr": result.lr,
             "train/grad_norm": result.finite_norm,
@@ -86,7 +85,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._show(metrics)
         self._log(metrics | measured, {})
 
-    def _show(self, metrics: dict[str, Any]) -> None:
+    def _show(self, metrics: Entry) -> None:
         """Show an interval's loss and speed in the bar, or in a line if there is no bar."""
         step, total = self._run.progress.step, self._run.total_steps
         unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
@@ -161,7 +160,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         )
         return summary
 
-    def _log(self, metrics: dict[str, Any], tables: Tables) -> None:
+    def _log(self, metrics: Entry, tables: Tables) -> None:
         """Append a line to metrics.jsonl on the main process, which alone has parts, and have them log it too."""
         entry = {"step": self._run.progress.step, **metrics}
         tables = {f"eval/{name}": rows for name, rows in tables.items()}
