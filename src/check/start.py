@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, Subset
 
@@ -37,7 +35,7 @@ def check_launch(context: CheckContext) -> Iterator[Row]:
     """Look at the processes and the model themselves, not at what the launcher or Accelerate says about them."""
     run, asked = context.run, LaunchEnv()
     wanted = "FSDP" if asked.fsdp else "DDP" if asked.world_size > 1 else "one process"
-    kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
+    kind = "DDP" if isinstance(run.model, nn.parallel.DistributedDataParallel) else "one process"
     if units := sharded_units(run.model):
         kind = "FSDP" if len(units) > 1 else "FSDP of the root alone"
     found, expected = f"{kind} x {len(gather(None))}", f"{wanted} x {asked.world_size}"
@@ -121,7 +119,7 @@ def check_start(context: CheckContext) -> Iterator[Row]:
     yield finding("processes that draw the same numbers next", str(alike), "1", alike == 1)
 
 
-def _settings(model: nn.Module, optimizers: list[Optimizer]) -> set[str]:
+def _settings(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> set[str]:
     """Return a line for each setting of each parameter, such as `fc1.weight: AdamW, weight_decay=0.01`."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {

@@ -11,8 +11,6 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel, gather_object
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -86,21 +84,21 @@ def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -
         optimizer.zero_grad()
 
 
-class StorageReader(HuggingFaceStorageReader):
+class StorageReader(dcp.HuggingFaceStorageReader):
     """DCP's reader, but reopening the file for each tensor: pages read from an open file count as this process's
     memory, and would add up to all that it reads."""
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
         for item in plan.items:
-            super().read_data(LoadPlan([item]), planner)
-        return super().read_data(LoadPlan([]), planner)
+            super().read_data(dcp.LoadPlan([item]), planner)
+        return super().read_data(dcp.LoadPlan([]), planner)
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, Any]:
     """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in a checkpoint, from file headers. Raise a
     RunError if one cannot be read."""
     with reading(checkpoint / "shard-*.safetensors"):
-        return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+        return dcp.HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
 
 def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:

@@ -11,9 +11,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -93,7 +90,7 @@ class CheckpointWriter:
         self._pending = None
         try:
             future.result()
-        except CheckpointException as error:  # a process could not write
+        except dcp.CheckpointException as error:  # a process could not write
             says = cause(next(iter(error.failures.values()))[0])
             kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
             self._run.tell(f"WARNING: no checkpoint of step {writer.state.progress.step}: {says}; {kept}")
@@ -109,7 +106,7 @@ class CheckpointWriter:
         self._stager.close()
 
 
-class StorageWriter(HuggingFaceStorageWriter):
+class StorageWriter(dcp.HuggingFaceStorageWriter):
     """DCP's safetensors writer, but into a folder that the coordinator publishes once all processes have written."""
 
     def __init__(self, checkpoint: Path, state: RunState, run: Run, store: Store) -> None:
@@ -118,13 +115,13 @@ class StorageWriter(HuggingFaceStorageWriter):
         super().__init__(str(self.folder), save_distributed=True)
         self._rank, self._store, self._random = run.rank, store, random_state(run.device)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Make the folder, before any process writes: DCP's own follows a link, and takes what is there."""
         if self._store.is_first:
             new_folder(self.folder)
         return plan
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this process's shard and random state; return their manifest entries as one result. Unlike DCP's own,
         this neither copies the tensors nor holds the interpreter's lock."""
         random = random_file(self._rank)
@@ -141,10 +138,10 @@ class StorageWriter(HuggingFaceStorageWriter):
         write_json(self.folder / random, self._random)
         files = self._store.record(self.folder, random, shard)
         done: Any = torch.futures.Future()
-        done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=files)])
+        done.set_result([WriteResult(dcp.metadata.MetadataIndex("files"), size_in_bytes=0, storage_data=files)])
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint and rotate. Called on the coordinator when all processes have written."""
         write_text(self.folder / STATE, json.dumps(asdict(self.state)))  # bit for bit: NaN stays NaN
         files = self._store.record(self.folder, STATE)
