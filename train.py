@@ -101,7 +101,7 @@ def fit(run: Run) -> bool:
     config, progress = run.config, run.progress
     performance = Performance(run)
     # parts are W&B, the report and other optional code that follows the run
-    with open_store(run.accelerator, config) as store, Parts(run, PARTS) as parts, Tracker(run, parts.where) as tracker:
+    with open_store(run.accelerator, config) as store, Parts(run, PARTS) as parts, Tracker(run, parts) as tracker:
         gc.collect()  # what building the run has left, which the next line would keep
         collect_only_new_objects()
         stop = StopSignal(run.accelerator, config)
@@ -119,7 +119,7 @@ def fit(run: Run) -> bool:
                 is_stopping = evaluation is None
                 if evaluation:
                     progress.add_evaluation(evaluation.metrics, config.early_stopping)
-                    parts.log(*tracker.log_evaluation(evaluation))
+                    tracker.log_evaluation(evaluation)
                 progress.tick(is_training=False)
             error = progress.metric_error(config)
             is_last = progress.step == run.total_steps or progress.is_out_of_patience(config.early_stopping)
@@ -137,9 +137,9 @@ def fit(run: Run) -> bool:
             # -------------------------------------------------------------------------------- one optimizer step
             performance.begin_step()
             micro_batches, counts = next(steps)
-            performance.begin_computing(micro_batches)
+            performance.begin_computing()
             result = take_step(run, micro_batches, counts)
-            performance.end_step()
+            performance.end_step(micro_batches)
             is_stopping = steps.is_stop_requested()
             progress.add_step(result)
             tracker.advance()
@@ -149,13 +149,12 @@ def fit(run: Run) -> bool:
                 checkpoints.close()
                 progress.give_up(config, run.is_fp16, checkpoints.newest)
             if run.is_log_due() or progress.step == run.total_steps:
-                parts.log(*tracker.log_training(result, performance.interval_metrics()))
+                tracker.log_training(result, performance.interval_metrics())
 
-        checkpoints.poll(wait=True)
+        checkpoints.close()
         if is_stopping:
             tracker.log_stop(stop.reason or "another process", checkpoints.newest)
-        checkpoints.close()
-        if not is_stopping:
+        else:
             with explaining_memory("export", run):
                 evaluated = export_model(run, store)
             parts.end(tracker.write_summary(evaluated, checkpoints.pause_seconds))

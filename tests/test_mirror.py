@@ -134,7 +134,7 @@ def test_a_machine_that_shares_no_disk_reads_all_its_files(whole: Whole, tmp_pat
     # what the helpers gather with is this process alone; the other one does not see its disk
     one_of_two = Mock(wraps=Accelerator(cpu=True), process_index=0, num_processes=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("src.checkpoint.mirror.gather_object", lambda own: [*own, (False, True)])
+        patch.setattr("src.checkpoint.mirror.gather_object", Mock(side_effect=[[True, False], [True, True]]))
         patch.setattr("src.checkpoint.mirror.local_main_process_first", contextlib.nullcontext)
         with mirrored(one_of_two, settings(tmp_path)) as store:
             assert store.first_valid([checkpoint]) == (checkpoint, {})

@@ -56,9 +56,9 @@ def test_the_figures_are_those_of_the_steps_and_no_step_waits(monkeypatch: pytes
         for i in range(1, 4):
             measured.begin_step()
             Event.handed_over += 1
-            measured.begin_computing([Mock(weight=weight, data=989) for weight in (1.0, 0.0)])
+            measured.begin_computing()
             Event.handed_over += 3
-            measured.end_step()
+            measured.end_step([Mock(weight=weight, data=989) for weight in (1.0, 0.0)])
             Event.done += 5 * i  # it lags behind
             Event.handed_over += 10
         waits = Event.waits

@@ -5,7 +5,7 @@ by hand. docs/check.md says what each of the seven checks finds. Each process ne
 model with its gradients and optimizer state.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from textwrap import wrap
 
 import torch
@@ -16,11 +16,10 @@ from src.check.findings import Row, cause, gather, lines, worst_process
 from src.check.start import check_data, check_launch, check_start
 from src.check.steps import check_cost, check_steps
 from src.checkpoint.files import write_json
-from src.config.terminal import say
 from src.training.batches import TrainStep
 from src.training.run import Run
 
-CHECKS: dict[str, Callable[[CheckContext], Iterator[Row]]] = {
+CHECKS = {
     "Launch": check_launch,
     "Data": check_data,
     "Same start": check_start,
@@ -46,7 +45,7 @@ def run_checks(run: Run, train_step: TrainStep, evaluate: Evaluate) -> bool:
     if run.is_main:
         config.folder.mkdir(parents=True, exist_ok=True)
         write_json(file, {"passed": not failed, "checks": rows, "config": config.model_dump(mode="json")})
-        say(f"FAILED: {failed[0]}; see {file}" if failed else f"all checks passed; see {file}")
+        run.tell(f"FAILED: {failed[0]}; see {file}" if failed else f"all checks passed; see {file}")
     return not failed
 
 

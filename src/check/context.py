@@ -34,6 +34,8 @@ class CheckContext:
 
     def __post_init__(self) -> None:
         run = self.run
+        self.unwrapped: nn.Module = run.accelerator.unwrap_model(run.model)
+        """The run's model without its wrapper; under FSDP it is still sharded."""
         self.rng_checksum = checksum(torch.get_rng_state())
         """Checksum of the random state as train.py left it: equal if the same numbers are drawn next."""
         self.stop = StopSignal(run.accelerator, self.at(0, max_hours=None).config)
@@ -42,11 +44,6 @@ class CheckContext:
         config = self.at(0, task=self.task).config
         self.reference = new_model(config)[0].to(run.device).train()
         self.reference_optimizers = build_optimizers(config.optim, self.reference)
-
-    @property
-    def unwrapped(self) -> nn.Module:
-        """Return the run's model without its wrapper; under FSDP it is still sharded."""
-        return self.run.accelerator.unwrap_model(self.run.model)
 
     def at(self, step: int, **settings: Any) -> Run:
         """Return the run as it would be after `step` steps, with these settings changed."""
@@ -107,5 +104,5 @@ def checksum(tree: Any) -> str:
     for tensor in tree_leaves(tree):
         if isinstance(tensor, Tensor):  # copy, as FSDP can't free the memory behind a numpy array
             copied = to_local(tensor).detach().to("cpu", copy=True)
-            digest.update(copied.flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(copied.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:12]

@@ -2,17 +2,16 @@
 read once, and that all processes start with the weights that a single process would have."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, Subset
 
@@ -21,7 +20,6 @@ from src.check.findings import Row, finding, gather, none_differ
 from src.check.reference import own_indices
 from src.config.environment import LaunchEnv
 from src.distributed.accelerator import sharded_units
-from src.tasks.base import Counts, Examples, Indices
 from src.training.batches import MicroBatch, evaluation_batches, fetch_batch, training_steps
 from src.training.run import Run
 
@@ -37,33 +35,22 @@ def check_launch(context: CheckContext) -> Iterator[Row]:
     """Look at the processes and the model themselves, not at what the launcher or Accelerate says about them."""
     run, asked = context.run, LaunchEnv()
     wanted = "FSDP" if asked.fsdp else "DDP" if asked.world_size > 1 else "one process"
-    kind = "DDP" if isinstance(run.model, DistributedDataParallel) else "one process"
+    kind = "DDP" if isinstance(run.model, nn.parallel.DistributedDataParallel) else "one process"
     if units := sharded_units(run.model):
         kind = "FSDP" if len(units) > 1 else "FSDP of the root alone"
     found, expected = f"{kind} x {len(gather(None))}", f"{wanted} x {asked.world_size}"
     yield finding("strategy", found, expected, found == expected)
 
 
-@dataclass(frozen=True)
-class IndexTask:
-    """A run's task whose examples are their own indices: a batch is a list of what is read. The order is the run's."""
-
-    run: Run
-    collate = staticmethod(list[int])
-
-    def order(self, _indices: Examples, *drawn: Any) -> Indices:
-        return self.run.task.order(self.run.train_set, *drawn)
-
-    def augmented(self, indices: Examples, _seed: list[int]) -> Examples:
-        return indices
-
-    def count(self, batch: list[int]) -> Counts:
-        return {"targets": len(batch)}
-
-
 def reading_indices(run: Run) -> Run:
-    """Return the run with indices in place of its examples."""
-    config = run.config.model_copy(update={"task": IndexTask(run)})
+    """Return the run with indices in place of its examples, in the same order: a batch is a list of what is read."""
+    task = SimpleNamespace(
+        order=lambda _, *drawn: run.task.order(run.train_set, *drawn),
+        augmented=lambda indices, _: indices,
+        collate=list,
+        count=lambda batch: {"targets": len(batch)},
+    )
+    config = run.config.model_copy(update={"task": task})
     return replace(run, config=config, train_set=range(len(run.train_set)), eval_set=range(len(run.eval_set)))
 
 
@@ -132,7 +119,7 @@ def check_start(context: CheckContext) -> Iterator[Row]:
     yield finding("processes that draw the same numbers next", str(alike), "1", alike == 1)
 
 
-def _settings(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[str]:
+def _settings(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> set[str]:
     """Return a line for each setting of each parameter, such as `fc1.weight: AdamW, weight_decay=0.01`."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {

@@ -50,6 +50,8 @@ def check_steps(context: CheckContext) -> Iterator[Row]:
     """
     run, config = context.run, context.run.config
     own, optim = config.forward_batch_size(run.data_size), config.optim
+    # half of the run's own size, or twice as much, or else 1: the first that divides a process's shard
+    other = next(n for n in (own // 2, 2 * own, 1) if n and config.global_batch_size // run.data_size % n == 0)
     update_bound = MUON_UPDATE if optim.name == "muon" and run.accelerator.is_fsdp2 else UPDATE
     errors: dict[tuple[str, float], Errors] = defaultdict(dict)  # by what is compared and its bound
     found: Tensors = {}
@@ -60,7 +62,7 @@ def check_steps(context: CheckContext) -> Iterator[Row]:
                 found[name] = unsharded(parameter.grad, run.device).clone()
 
     hook = run.optimizers[0].register_step_pre_hook(capture)
-    for step, size in ((0, own), (1, _other_size(context)), (run.steps_per_epoch - 1, own)):
+    for step, size in ((0, own), (1, other), (run.steps_per_epoch - 1, own)):
         where, is_reordered = f"step {step + 1}", config.compile or size != own
         exact = REORDERED if is_reordered else EXACT
         bound = COMPRESSED if run.launch.comm_hook else exact
@@ -177,10 +179,3 @@ def _replicas(context: CheckContext) -> Row:
     first = gather(sums)[0]
     differing = [name for name in sums if sums[name] != first[name]]
     return none_differ("replicas", differing, f"{len(sums)} tensors, the same on all processes")
-
-
-def _other_size(context: CheckContext) -> int:
-    """Return half of the run's own micro-batch size, or twice as much, or else 1: the first that divides its shard."""
-    config, data_size = context.run.config, context.run.data_size
-    own = config.forward_batch_size(data_size)
-    return next(size for size in (own // 2, 2 * own, 1) if size and config.global_batch_size // data_size % size == 0)

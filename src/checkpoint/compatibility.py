@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,12 @@ def read_state(checkpoint: Path) -> RunState:
     content = read_json(file := checkpoint / STATE)
     with reading(file):
         version = content["format_version"]
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"{checkpoint} has format version {version!r:.9}, but this code reads version {FORMAT_VERSION}: "
-            f"use the code that saved it, or begin a new run"
-        )
-    with reading(file):
-        return RUN_STATE.validate_python(content)
+        if version == FORMAT_VERSION:
+            return RUN_STATE.validate_python(content)
+    raise UserError(
+        f"{checkpoint} has format version {version!r:.9}, but this code reads version {FORMAT_VERSION}: "
+        "use the code that saved it, or begin a new run"
+    )
 
 
 def note_changes(config: Config, checkpoint: Path, then: RunInputs) -> list[str]:
@@ -41,8 +39,10 @@ def note_changes(config: Config, checkpoint: Path, then: RunInputs) -> list[str]
     wrong = {name: pair for name, pair in changed.items() if is_shorter or name not in LENGTH_SETTINGS}
     shorter = f" (the learning-rate schedule then spans {after} steps, not {before})" if is_shorter else ""
     if wrong and not config.checkpoint.accept_changes:
-        advice = f"set them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
-        raise UserError(f"{checkpoint} was saved with different settings: {_changes(wrong)}{shorter}; {advice}")
+        raise UserError(
+            f"{checkpoint} was saved with different settings: {_changes(wrong)}{shorter}; "
+            f"set them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
+        )
     return [f"changed since: {_changes(changed)}{shorter}"] if changed else []
 
 
@@ -72,16 +72,20 @@ def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
 
 def require_same_data(checkpoint: Path, then: RunInputs, now: RunInputs) -> None:
     """Raise a UserError if the checkpoint was trained on different data."""
-    both = [{"examples to train on": of.examples, **of.data_state} for of in (then, now)]
     # in the form that a checkpoint returns: tuples as lists, and NaN as text, which equals itself
-    known, facts = (json.loads(json.dumps(facts), parse_constant=str) for facts in both)
+    known, facts = (
+        json.loads(json.dumps({"examples to train on": of.examples, **of.data_state}), parse_constant=str)
+        for of in (then, now)
+    )
     changes = _changes({name: (known.get(name, value), value) for name, value in facts.items()})
     parts = zip(("to train on", "to evaluate on"), then.fingerprints, now.fingerprints, strict=False)
     changed = " and ".join(part for part, before, after in parts if before != after)
     if changes or changed:
         found = changes or f"other text, images or labels {changed}"
-        advice = f"bring them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
-        raise UserError(f"{checkpoint} was trained on different data: {found}: {advice}")
+        raise UserError(
+            f"{checkpoint} was trained on different data: {found}: "
+            f"bring them back, choose another --run_name, {OR_ACCEPT_CHANGES}"
+        )
 
 
 def require_full_log(config: Config, checkpoint: Path, state: RunState) -> None:
@@ -95,6 +99,6 @@ def require_full_log(config: Config, checkpoint: Path, state: RunState) -> None:
         )
 
 
-def _changes(pairs: Mapping[str, tuple[Any, Any]]) -> str:
+def _changes(pairs: dict[str, tuple[Any, Any]]) -> str:
     """Return the (old, new) pairs that differ, by name, in one line; empty if none do."""
     return ", ".join(f"{name} {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in pairs.items() if a != b)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from src.checkpoint.files import discard, incomplete_path, make_readable, new_folder, planted, step_of
-from src.checkpoint.store import Store, best_first
+from src.checkpoint.store import Store
 from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
 from src.config.errors import as_run_error, raise_if_any
@@ -43,9 +43,9 @@ def export_model(run: Run, store: Store) -> Metrics:
 def _load_best(run: Run, store: Store) -> Metrics:
     """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
     weights, and return the last evaluation. Collective."""
-    evaluations, settings = run.progress.evaluations, run.config.checkpoint
+    evaluations = run.progress.evaluations
     found = store.checkpoints() if run.is_main else []  # only the main process's answer counts
-    path, _ = store.first_valid(best_first(found, settings, evaluations))
+    path, _ = store.first_valid(store.best_first(found, evaluations))
     if path is None:
         run.tell("WARNING: no intact checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return run.progress.evaluation

@@ -89,7 +89,7 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the checkpoints in a folder, intact or damaged, newest first."""
-    return newest_first(path for path in checkpoints.glob("step_*") if path.is_dir())
+    return newest_first(filter(Path.is_dir, checkpoints.glob("step_*")))
 
 
 def incomplete_path(path: Path) -> Path:

@@ -51,7 +51,8 @@ class MirroredStore(Store):
         (probe,) = broadcast_object_list([probe])
         self._sees_main = (self.folder / probe).exists()
         """Whether this machine has the main process's disk."""
-        disks, mirrors = zip(*gather_object([(self._sees_main, self._fs.exists(f"{self._root}/{probe}"))]), strict=True)
+        disks = gather_object([self._sees_main])
+        mirrors = gather_object([self._fs.exists(f"{self._root}/{probe}")])
         if accelerator.is_main_process:
             (self.folder / probe).rmdir()
             self._fs.rm_file(f"{self._root}/{probe}")

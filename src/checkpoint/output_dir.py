@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from src.checkpoint.files import list_checkpoints, planted, read_json, saved_settings
 from src.config.config import LENGTH_SETTINGS, Config, changed_settings
@@ -46,15 +45,18 @@ def _run_errors(config: Config, checkpoints: list[Path]) -> Iterator[str]:
     if checkpoints and not held:
         held.append("checkpoint.mirror")
     elsewhere = f"{ANOTHER_PLACE}, or move that folder away"
-    lost = f"output_dir={folder}: its checkpoints are missing: restore {folder / 'checkpoints'}"
+    # status.json names the last checkpoint that the run has saved or, before the first, the one that it branches off
+    last = read_json(folder / "status.json").get("checkpoint") if held and not checkpoints else None
+    has_lost_own = last not in (None, saved.get("resume"))
+    lost = f"output_dir={folder}: its checkpoints are missing: restore {folder / 'checkpoints'}; or {elsewhere}"
     holds, a_run = f"output_dir={folder}: already holds", f"a run ({', '.join(held)})"
     if config.resume not in ("auto", "never"):
         source = Path(config.resume)
         is_branch = Path(str(saved.get("resume"))).resolve() == source.resolve()
         if is_branch and checkpoints:
             return  # it resumes from its own
-        if is_branch and _had_checkpoints(folder, saved):
-            yield f"{lost}; or {elsewhere}"
+        if is_branch and has_lost_own:
+            yield lost
         elif not (source / "manifest.json").is_file():
             yield f"resume={source}: not a checkpoint; auto, never, or a folder step_…"
         elif held and not is_branch and source.resolve() not in [path.resolve() for path in checkpoints[:1]]:
@@ -65,8 +67,8 @@ def _run_errors(config: Config, checkpoints: list[Path]) -> Iterator[str]:
         is_another = changed_settings(config, saved).keys() - LENGTH_SETTINGS if saved else True
         if is_another or "summary.json" in held or "model" in held:
             yield f"{holds} {a_run}, but no checkpoint of it; {elsewhere}"
-        elif _had_checkpoints(folder, saved):
-            yield f"{lost}; or {elsewhere}"
+        elif has_lost_own:
+            yield lost
 
 
 def _is_held(path: Path) -> bool:
@@ -76,11 +78,6 @@ def _is_held(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
 
 
-def _had_checkpoints(folder: Path, saved: dict[str, Any]) -> bool:
-    """Return whether the run in a folder has saved a checkpoint of its own, according to its status.json."""
-    return read_json(folder / "status.json").get("checkpoint") not in (None, saved.get("resume"))
-
-
 def _write_errors(folder: Path) -> Iterator[str]:
     """Yield an error line for each path that is not writable."""
     parents, own = folder.absolute().parents, [folder / name for name in (*RUN_FILES, "profile", "tensorboard")]
@@ -88,7 +85,7 @@ def _write_errors(folder: Path) -> Iterator[str]:
         path.stat()  # an error if the link is broken, as where a disk is not mounted
         if path not in parents:  # which the user has named
             yield from (f"output_dir={folder}: {line}" for line in planted(path))
-    parent = next(path for path in (folder, *parents) if os.path.exists(path))
+    parent = next(filter(os.path.exists, (folder, *parents)))
     for path in (parent, *own):  # some may belong to another user
         try:
             if path.is_dir() or path == parent:

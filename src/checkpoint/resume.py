@@ -93,9 +93,11 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
     command = command_with(sys.argv[1:] + ["--resume=auto"] * (config.resume != "auto"))
     if checkpoint is None:
         if damaged:
-            advice = f"choose another --resume, or move {config.folder} away to start over"
-            lines = [f"{path}: {why}" for path, why in damaged.items()]
-            raise_if_any([*lines, f"no valid checkpoint to resume from: {advice}"])
+            raise UserError(
+                *(f"{path}: {why}" for path, why in damaged.items()),
+                "no valid checkpoint to resume from: choose another --resume, "
+                f"or move {config.folder} away to start over",
+            )
         is_begun = (config.folder / "metrics.jsonl").exists()
         notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
         return ResumePoint(notes=notes, command=command)
@@ -103,8 +105,8 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
     done = "skipped and set aside" if config.saves else "skipped"
     notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
     notes += note_changes(config, checkpoint, state.origin)
-    watched, watches = dict(flatten(state.origin.settings)), config.early_stopping
-    if (watched.get("early_stopping.metric"), watched.get("early_stopping.mode")) != (watches.metric, watches.mode):
+    then = dict(flatten(state.origin.settings))
+    if any(then.get(f"early_stopping.{name}") != getattr(config.early_stopping, name) for name in ("metric", "mode")):
         state.progress.best = None
         state.progress.evaluations_without_gain = 0
     point = ResumePoint(checkpoint=checkpoint, state=state, notes=notes, command=command)
@@ -126,8 +128,10 @@ def load_checkpoint(run: Run) -> None:
     if checkpoint is None or saved is None:
         return
     if step > run.total_steps:
-        asked = f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
-        raise UserError(f"{checkpoint} already has {step} steps, but {asked}")
+        raise UserError(
+            f"{checkpoint} already has {step} steps, but "
+            f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
+        )
     if run.is_fp16 and saved.origin.precision != "fp16":
         run.progress.loss_scale = Progress().loss_scale
     accepts_changes = run.config.checkpoint.accept_changes

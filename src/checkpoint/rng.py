@@ -2,12 +2,11 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from src.checkpoint.files import read_json, reading
+from src.checkpoint.files import Json, read_json, reading
 
 
 def random_file(rank: int) -> str:
@@ -15,10 +14,10 @@ def random_file(rank: int) -> str:
     return f"rng_{rank + 1:05d}.json"
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def random_state(device: torch.device) -> Json:
     """Return the state of each generator by name (a GPU's by device type), ready for JSON."""
     name, words, *position = np.random.get_state()
-    state: dict[str, Any] = {
+    state: Json = {
         "python": random.getstate(),
         "numpy": [name, np.asarray(words).tolist(), *position],
         "torch": _hex(torch.get_rng_state()),

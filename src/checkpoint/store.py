@@ -1,7 +1,6 @@
 """Where the checkpoints of a run are, which is the newest valid one, and which ones to keep."""
 
 import contextlib
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from src.checkpoint.files import INCOMPLETE, Json, discard, file_facts, list_checkpoints, step_of
 from src.checkpoint.integrity import Damaged, problems
 from src.config.config import Config
-from src.config.groups import Checkpoint
 from src.training.progress import Evaluations
 from src.training.score import score
 
@@ -64,18 +62,17 @@ class Store:
     def kept(self, checkpoints: list[Path], evaluations: Evaluations) -> list[Path]:
         """Return those of the checkpoints, newest first, that the settings keep."""
         settings = self.config.checkpoint
-        return checkpoints[: settings.keep_last] + best_first(checkpoints, settings, evaluations)[: settings.num_best]
+        return checkpoints[: settings.keep_last] + self.best_first(checkpoints, evaluations)[: settings.num_best]
+
+    def best_first(self, checkpoints: list[Path], evaluations: Evaluations) -> list[Path]:
+        """Return the checkpoints whose step was evaluated, sorted by checkpoint.metric, best first; ties keep their
+        order."""
+        metric, mode = self.config.checkpoint.metric, self.config.checkpoint.mode
+        results = {path: evaluations.get(step_of(path), {}) for path in checkpoints}
+        evaluated = [path for path in checkpoints if metric in results[path]]
+        return sorted(evaluated, key=lambda path: score(results[path][metric], metric, mode), reverse=True)
 
 
-def local_store(accelerator: Accelerator, config: Config) -> AbstractContextManager[Store]:
+def local_store(accelerator: Accelerator, config: Config) -> contextlib.AbstractContextManager[Store]:
     """Open the store of a run without a mirror."""
     return contextlib.nullcontext(Store(accelerator, config))
-
-
-def best_first(checkpoints: list[Path], settings: Checkpoint, evaluations: Evaluations) -> list[Path]:
-    """Return the checkpoints whose step was evaluated, sorted by checkpoint.metric, best first; ties keep their
-    order."""
-    metric = settings.metric
-    values = {path: evaluations.get(step_of(path), {}).get(metric) for path in checkpoints}
-    scores = {path: score(value, metric, settings.mode) for path, value in values.items() if value is not None}
-    return sorted(scores, key=scores.__getitem__, reverse=True)

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import extract_model_from_parallel, gather_object
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.checkpoint.files import reading
@@ -29,7 +26,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended f
 def model_tensors(model: nn.Module) -> Tensors:
     """Return trained parameters, tied ones once, and persistent buffers as `model.<name>`; under FSDP, this process's
     shards. Frozen parameters, which dwarf adapters, are left out: `build_model` restores them."""
-    unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
+    unwrapped = extract_model_from_parallel(model)
     # has the persistent buffers, including those of frozen weights, such as the scales of 4-bit weights
     state = unwrapped.state_dict()
     trained = {f"model.{name}": weight for name, weight in unwrapped.named_parameters() if weight.requires_grad}
@@ -72,7 +69,7 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
     absent = "is missing"
     if differing := [
         f"{name.removeprefix('model.')} {there.get(name, absent)} in the checkpoint and {here.get(name, absent)} here"
-        for name in {**here, **there}
+        for name in here | there
         if here.get(name) != there.get(name) and (name in found or name.startswith("model."))
     ]:
         raise UserError(f"{checkpoint} does not fit this model: {listed(differing)}")
@@ -87,21 +84,21 @@ def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -
         optimizer.zero_grad()
 
 
-class StorageReader(HuggingFaceStorageReader):
+class StorageReader(dcp.HuggingFaceStorageReader):
     """DCP's reader, but reopening the file for each tensor: pages read from an open file count as this process's
     memory, and would add up to all that it reads."""
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future[None]:
         for item in plan.items:
-            super().read_data(LoadPlan([item]), planner)
-        return super().read_data(LoadPlan([]), planner)
+            super().read_data(dcp.LoadPlan([item]), planner)
+        return super().read_data(dcp.LoadPlan([]), planner)
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, Any]:
     """Return shape (`size`) and dtype (`properties.dtype`) of each tensor in a checkpoint, from file headers. Raise a
     RunError if one cannot be read."""
     with reading(checkpoint / "shard-*.safetensors"):
-        return HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+        return dcp.HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
 
 
 def frozen_norm(model: nn.Module, accelerator: Accelerator | None = None) -> float:

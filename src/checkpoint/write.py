@@ -4,7 +4,6 @@ import contextlib
 import json
 import time
 import warnings
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -27,9 +23,6 @@ from src.config.errors import as_user_error, cause
 from src.training.out_of_memory import explaining_memory
 from src.training.run import Run
 from src.training.state import RunState
-
-HEADER = {"DCP_VERSION": "1.0", "format": "pt"}
-"""Metadata that DCP writes into each file, and expects when reading."""
 
 
 class CheckpointWriter:
@@ -52,7 +45,8 @@ class CheckpointWriter:
             use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
         )
         self._stager = DefaultStager(self._options)  # keeps its buffers between saves
-        self._pending: tuple[StorageWriter, Future[Any], float] | None = None
+        self._pending: Any = None
+        """The save under way: its StorageWriter, its future, and the seconds that it has paused training."""
         if run.is_main:
             with contextlib.suppress(OSError):
                 store.rotate(run.progress.evaluations)  # the settings may keep fewer than before
@@ -96,7 +90,7 @@ class CheckpointWriter:
         self._pending = None
         try:
             future.result()
-        except CheckpointException as error:  # a process could not write
+        except dcp.CheckpointException as error:  # a process could not write
             says = cause(next(iter(error.failures.values()))[0])
             kept = f"the last one is {self.newest}" if self.newest else "there is none yet"
             self._run.tell(f"WARNING: no checkpoint of step {writer.state.progress.step}: {says}; {kept}")
@@ -112,7 +106,7 @@ class CheckpointWriter:
         self._stager.close()
 
 
-class StorageWriter(HuggingFaceStorageWriter):
+class StorageWriter(dcp.HuggingFaceStorageWriter):
     """DCP's safetensors writer, but into a folder that the coordinator publishes once all processes have written."""
 
     def __init__(self, checkpoint: Path, state: RunState, run: Run, store: Store) -> None:
@@ -121,13 +115,13 @@ class StorageWriter(HuggingFaceStorageWriter):
         super().__init__(str(self.folder), save_distributed=True)
         self._rank, self._store, self._random = run.rank, store, random_state(run.device)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """Make the folder, before any process writes: DCP's own follows a link, and takes what is there."""
         if self._store.is_first:
             new_folder(self.folder)
         return plan
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this process's shard and random state; return their manifest entries as one result. Unlike DCP's own,
         this neither copies the tensors nor holds the interpreter's lock."""
         random = random_file(self._rank)
@@ -136,16 +130,18 @@ class StorageWriter(HuggingFaceStorageWriter):
             raise OSError(f"{self.folder} is not on this machine: share output_dir, or set checkpoint.mirror")
         tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
+        # which DCP writes into each file, and expects when reading
+        header = {"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
         with as_user_error(f"{self.folder / shard} cannot be written, "):
-            save_file(tensors, self.folder / shard, {**HEADER, "DCP_SHARDING_INFO": json.dumps(offsets)})
+            save_file(tensors, self.folder / shard, header)
         sync(self.folder / shard)
         write_json(self.folder / random, self._random)
         files = self._store.record(self.folder, random, shard)
-        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result([WriteResult(MetadataIndex("files"), size_in_bytes=0, storage_data=files)])
+        done: Any = torch.futures.Future()
+        done.set_result([WriteResult(dcp.metadata.MetadataIndex("files"), size_in_bytes=0, storage_data=files)])
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint and rotate. Called on the coordinator when all processes have written."""
         write_text(self.folder / STATE, json.dumps(asdict(self.state)))  # bit for bit: NaN stays NaN
         files = self._store.record(self.folder, STATE)

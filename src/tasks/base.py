@@ -38,6 +38,8 @@ Indices = np.ndarray | range
 """Indices into a dataset, int64: an array, or a range, which takes no memory."""
 Table = list[dict[str, Any]]
 """Rows with the same keys and JSON values."""
+Columns = dict[str, list[Any]]
+"""Columns of a table by name, as long as each other."""
 Counts = dict[str, float]
 """Counts of a batch, a step or a run, by name."""
 Metrics = dict[str, float]
@@ -182,7 +184,7 @@ class Task(TaskSettings):
         `dataset` is the evaluation set."""
         return {}
 
-    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
+    def predictions(self, outputs: Tensors, dataset: Any) -> Columns:
         """Return the columns of predictions.parquet, with a row per example: by default, all outputs but those in
         `kept_outputs`. Arguments are as for `tables`."""
         return {name: values.tolist() for name, values in outputs.items() if name not in self.kept_outputs}
@@ -243,7 +245,7 @@ class Task(TaskSettings):
         state dict, on the CPU."""
         save_torch_state_dict(weights, folder)  # model.safetensors, split into several files if it is large
         if self.state.data:
-            (folder / DATA_STATE).write_bytes(json.dumps(self.state.data).encode())
+            (folder / DATA_STATE).write_text(json.dumps(self.state.data))
         return {"": {}}
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from src.config.errors import as_user_error
 from src.tasks import load_metric
-from src.tasks.base import Counts, Metrics, Tables, Task, Tensors
+from src.tasks.base import Columns, Counts, Metrics, Tables, Task, Tensors
 from src.tasks.mnist_settings import MnistSettings
 from src.tasks.tables import label_columns, label_tables, picture
 
@@ -130,7 +130,7 @@ class Mnist(MnistSettings, Task):
     def collate(self, samples: Any) -> Tensors:
         return samples  # Digits.__getitems__ returns a whole batch
 
-    def count(self, batch: dict[str, Any]) -> Counts:
+    def count(self, batch: Any) -> Counts:
         return {"targets": len(batch["labels"])}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -148,5 +148,5 @@ class Mnist(MnistSettings, Task):
     def tables(self, outputs: Tensors, dataset: Any) -> Tables:
         return label_tables(outputs, list("0123456789"), lambda index: {"image": picture(dataset.images[index])})
 
-    def predictions(self, outputs: Tensors, dataset: Any) -> dict[str, list[Any]]:
+    def predictions(self, outputs: Tensors, dataset: Any) -> Columns:
         return {"index": list(range(len(dataset))), **label_columns(outputs, list("0123456789"))}

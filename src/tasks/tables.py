@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from src.tasks.base import PICTURE, Tables, Tensors
+from src.tasks.base import PICTURE, Columns, Tables, Tensors
 
 MAX_MISTAKES = 24
 MAX_LABELS = 50
@@ -66,7 +66,7 @@ def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict
     return ({"mistakes": mistakes} if mistakes else {}) | {"confusion": confusion, "classes": classes}
 
 
-def label_columns(outputs: Tensors, labels: list[str]) -> dict[str, list[Any]]:
+def label_columns(outputs: Tensors, labels: list[str]) -> Columns:
     """Return the columns of a classifier's predictions. Arguments are as for `label_tables`."""
     names = {"label": "references", "prediction": "predictions"}
     columns = {column: [labels[i] for i in outputs[name].tolist()] for column, name in names.items()}

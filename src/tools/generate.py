@@ -15,7 +15,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from jinja2 import TemplateError
-from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer  # pip install -e '.[text]'
 
 from src.checkpoint.load import find_model, is_checkpoint_folder
@@ -83,7 +82,7 @@ class Printer(TextStreamer):
         super().on_finalized_text("\n".join(map(visible, text.split("\n"))), stream_end)
 
 
-def stream_completion(model: Any, tokenizer: Any, tokens: Tensor, max_new_tokens: int, temperature: float) -> str:
+def stream_completion(model: Any, tokenizer: Any, tokens: torch.Tensor, max_new_tokens: int, temperature: float) -> str:
     """Print the completion of `tokens`, shape (1, tokens), int64, as it is generated, and return it. Raise a UserError
     if the model's context has no room for it."""
     length, limit = tokens.shape[1], max_length(model.config, tokenizer)

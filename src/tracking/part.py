@@ -72,7 +72,7 @@ class Guarded(Part):
 
     def __init__(self, part: Part) -> None:
         self._part, self.title = part, part.title
-        self._entries: Queue[tuple[Any, ...]] = Queue(MAX_WAITING)
+        self._entries: Queue[Any] = Queue(MAX_WAITING)
         self._thread = Thread(target=self._follow, daemon=True)  # a daemon that hangs does not keep the process alive
         self._has_started = Event()
 
@@ -137,11 +137,8 @@ class Parts(contextlib.AbstractContextManager["Parts"]):
         self._parts = [Guarded(part) if part.tracker else part for part in parts if part.is_on()]
         for part in self._parts:
             part.start()
-
-    @property
-    def where(self) -> dict[str, str]:
-        """Return where each part logs the run, or why it doesn't, by its title."""
-        return {part.title: f"not logged: {part.failure}" if part.failure else part.where for part in self._parts}
+        self.where = {p.title: f"not logged: {p.failure}" if p.failure else p.where for p in self._parts}
+        """Where each part logs the run, or why it doesn't, by its title."""
 
     def log(self, entry: Entry, tables: Tables) -> None:
         """Log the results of an interval or an evaluation."""

@@ -41,25 +41,23 @@ class Performance:
         self._has_events = run.device.type != "cpu"
         name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
         self._peak = peak_flops(name, run.launch.precision)
-        self._steps: list[tuple[Any, Any, Any, float]] = []  # of this interval: begin, data's arrival, end, FLOPs
+        self._steps: list[tuple[Any, ...]] = []  # of this interval: begin, data's arrival, end, FLOPs
 
     def begin_step(self) -> None:
         """Mark the start of a step, which waits for its data first."""
         self._began = self._now()
 
-    def begin_computing(self, micro_batches: list[MicroBatch]) -> None:
+    def begin_computing(self) -> None:
         """Mark the arrival of the step's data."""
-        self._fetched, self._micro_batches = self._now(), micro_batches
+        self._fetched = self._now()
 
-    def end_step(self) -> None:
-        """Mark the end of the step, on a GPU in its stream."""
+    def end_step(self, micro_batches: list[MicroBatch]) -> None:
+        """Mark the end of the step, on a GPU in its stream, and count the FLOPs of its micro-batches."""
         end = self._now()
         if self._profiler:
             self._profiler.step()
-        flops = 0.0
-        if self._peak:
-            count = self._run.task.flops
-            flops = sum(batch.weight * count(self._model, batch.data) for batch in self._micro_batches)
+        count = self._run.task.flops
+        flops = sum(batch.weight * count(self._model, batch.data) for batch in micro_batches if self._peak)
         self._steps.append((self._began, self._fetched, end, flops))
 
     def interval_metrics(self) -> dict[str, float]:

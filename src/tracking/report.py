@@ -6,9 +6,8 @@ It shows what runs and --check have written into their folders, and leaves out w
 import argparse
 import math
 from collections import defaultdict
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
 
 from jinja2 import Template, TemplateError
 
@@ -41,7 +40,7 @@ class LoggedRun:
             raise UserError(f"{folder}: not a run's folder (it has no config.yaml of a run)")
         self.curves: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """Points (step, finite value), by metric."""
-        self.step, self.results, self.tables = 0, dict[str, Any](), Tables()
+        self.step, self.results, self.tables = 0, Entry(), Tables()
         """The last step, the metrics of the exported model or else of the last evaluation, and the tables of that."""
         for entry in read_records(folder / "metrics.jsonl"):
             self.step = entry["step"]
@@ -55,12 +54,10 @@ class LoggedRun:
                 if "/" in name and is_number(value):
                     self.curves[name].append((self.step, value))
         self.results |= read_json(folder / "summary.json")
-
-    @property
-    def rank_key(self) -> float:
-        """Return the score of the exported model, or else of the last evaluation: higher is better."""
         metric, mode = self.settings["checkpoint.metric"], self.settings["checkpoint.mode"]
-        return score(self.results[metric], metric, mode) if is_number(self.results.get(metric)) else -math.inf
+        is_scored = is_number(self.results.get(metric))
+        self.score = score(self.results[metric], metric, mode) if is_scored else -math.inf
+        """Of the exported model, or else of the last evaluation: higher is better."""
 
 
 def write_report(folders: list[Path], target: Path) -> None:
@@ -71,7 +68,7 @@ def write_report(folders: list[Path], target: Path) -> None:
     """
     what = f"{', '.join(map(str, folders))}: files are not as a run writes them: "
     with as_user_error(what, (ArithmeticError, AttributeError, LookupError, TypeError, TemplateError)):
-        runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.rank_key))
+        runs = sorted(map(LoggedRun, folders), key=lambda run: (run.settings["task.name"], -run.score))
         source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
         template = Template(source, autoescape=True, trim_blocks=True)
         page = template.render(runs=runs, PICTURE=PICTURE, figures=draw_plots(runs))
@@ -80,7 +77,7 @@ def write_report(folders: list[Path], target: Path) -> None:
 
 def draw_plots(runs: list[LoggedRun]) -> dict[str, str]:
     """Return a plot of each metric that changes, by its title: an SVG in base64."""
-    draw = import_module("src.tracking.plots").draw_curves  # imports matplotlib, which nothing else needs
+    draw = resolve_name("src.tracking.plots:draw_curves")  # imports matplotlib, which nothing else needs
     curves = defaultdict(list)
     for run in runs:
         for name, points in run.curves.items():

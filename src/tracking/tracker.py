@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -16,30 +15,28 @@ from src.config.settings import write_yaml
 from src.config.terminal import bar, masked
 from src.distributed.accelerator import peak_memory
 from src.tasks.base import Metrics, Tables
-from src.tracking.part import Entry
+from src.tracking.part import Entry, Parts
 from src.tracking.summary import print_summary
 from src.training.batches import examples_seen
 from src.training.evaluation import Evaluation, evaluation_line
 from src.training.progress import StepResult
 from src.training.run import Run
 
-Logged = tuple[Entry, Tables]
-"""What the parts log too: numbers, including `step`, and tables by name. Only the main process has parts."""
-
 
 class Tracker(contextlib.AbstractContextManager["Tracker"]):
-    """Writes the run's log. Its log_ methods return what they log, for the parts."""
+    """Writes the run's log, and passes it on to the parts."""
 
-    def __init__(self, run: Run, where: dict[str, str]) -> None:
-        """Open the log, and print what is about to run. `where`: where parts log the run, by title."""
-        self._run, self.folder = run, run.config.folder
+    def __init__(self, run: Run, parts: Parts) -> None:
+        """Open the log, and print what is about to run."""
+        self._run, self._parts, self.folder = run, parts, run.config.folder
         self._skipped, self._status = run.progress.skipped, ""
         if run.is_main:
-            trackers = {title: masked(text) for title, text in where.items() if text}  # secrets in a server's URL
+            # there may be secrets in a server's URL
+            trackers = {title: masked(text) for title, text in parts.where.items() if text}
             self._session = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
             self._open_log()
             self._write_settings()
-            print_summary(run, where)
+            print_summary(run, parts.where)
         self._bar = bar(initial=run.progress.step, total=run.total_steps, smoothing=0.05, leave=True)
 
     def _open_log(self) -> None:
@@ -68,12 +65,12 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._bar.set_description_str("evaluating" if is_due else self._status, refresh=is_due)
         self._bar.update()
 
-    def log_training(self, result: StepResult, measured: dict[str, float]) -> Logged:
+    def log_training(self, result: StepResult, measured: Entry) -> None:
         """Log the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
         num_examples = examples_seen(run, progress.step) - examples_seen(run, progress.interval_start)
-        metrics: dict[str, Any] = {
+        metrics: Entry = {
             "epoch": progress.step / run.steps_per_epoch,
             "train/lr": result.lr,
             "train/grad_norm": result.finite_norm,
@@ -86,9 +83,9 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             run.tell(f"WARNING: steps skipped so far because of non-finite gradients: {progress.skipped}")
         self._skipped = progress.skipped
         self._show(metrics)
-        return self._log(metrics | measured, {})
+        self._log(metrics | measured, {})
 
-    def _show(self, metrics: dict[str, Any]) -> None:
+    def _show(self, metrics: Entry) -> None:
         """Show an interval's loss and speed in the bar, or in a line if there is no bar."""
         step, total = self._run.progress.step, self._run.total_steps
         unit = "tokens" if "perf/tokens_per_second" in metrics else "samples"
@@ -99,14 +96,13 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             eta = tqdm.format_interval(self._run.progress.seconds / step * (total - step))
             self._run.tell(f"step {step:>6,}/{total:,}  loss {loss}  lr {metrics['train/lr']:.2e}  {speed}  eta {eta}")
 
-    def log_evaluation(self, evaluation: Evaluation) -> Logged:
+    def log_evaluation(self, evaluation: Evaluation) -> None:
         """Log an evaluation made after the latest step."""
         run, step = self._run, self._run.progress.step
-        if not run.is_main:
-            return {}, {}
-        tables = run.task.tables(evaluation.outputs, run.eval_set)
-        run.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
-        return self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
+        if run.is_main:
+            tables = run.task.tables(evaluation.outputs, run.eval_set)
+            run.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
+            self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
 
     def sync(self) -> int:
         """Flush metrics.jsonl to disk. Return its length, where a resumed run continues it; 0 on other processes."""
@@ -164,15 +160,14 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         )
         return summary
 
-    def _log(self, metrics: dict[str, Any], tables: Tables) -> Logged:
-        """Append a line to metrics.jsonl on the main process. Return its numbers and tables by the names that they have
-        there."""
+    def _log(self, metrics: Entry, tables: Tables) -> None:
+        """Append a line to metrics.jsonl on the main process, which alone has parts, and have them log it too."""
         entry = {"step": self._run.progress.step, **metrics}
         tables = {f"eval/{name}": rows for name, rows in tables.items()}
         if self._run.is_main:
             with naming(self.folder / "metrics.jsonl"):
                 self._metrics.write(json_text(entry | tables) + "\n")
-        return entry, tables
+            self._parts.log(entry, tables)
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

@@ -121,11 +121,11 @@ class WandbPart(Part):
     def _save_checkpoints(self) -> None:
         """Log the checkpoints that have appeared since the last call."""
         config = self._run.config
-        found = {*list_checkpoints(config.folder / "checkpoints")}
-        for checkpoint in sorted(found - self._logged, key=step_of):
-            self._logged.add(checkpoint)
-            with contextlib.suppress(FileNotFoundError, ValueError):  # W&B's: it was deleted meanwhile
-                self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, f"step-{step_of(checkpoint)}")
+        for checkpoint in reversed(list_checkpoints(config.folder / "checkpoints")):
+            if checkpoint not in self._logged:
+                self._logged.add(checkpoint)
+                with contextlib.suppress(FileNotFoundError, ValueError):  # W&B's: it was deleted meanwhile
+                    self._save_folder(checkpoint, "checkpoint", config.wandb.checkpoints, f"step-{step_of(checkpoint)}")
 
     def _save_folder(self, folder: Path, kind: str, how: Keep, *aliases: str) -> None:
         """Log a folder as an artifact with the alias `latest`."""

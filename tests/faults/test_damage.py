@@ -9,17 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from src.checkpoint.compatibility import note_changes, read_state, require_full_log, require_same_data
 from src.checkpoint.integrity import problems
-from src.checkpoint.store import best_first
+from src.checkpoint.store import Store
 from src.checkpoint.tensors import load_tensors
 from src.config.config import config_from
 from src.config.errors import UserError
-from src.config.groups import Checkpoint
 from src.tasks import TASKS
 from src.tasks.mnist import Mnist, MnistCnn
 from src.tracking import tracker as tracking
@@ -207,8 +207,9 @@ def test_the_best_are_chosen_by_the_evaluations_of_the_run() -> None:
     newest_first = [Path(f"step_{step:08d}") for step in (60, 50, 40, 30, 20, 10)]
     evaluations = {10: {"eval/loss": 1.0}, 20: {"eval/loss": float("nan")}, 30: {"eval/loss": 0.5}, 40: {"eval/x": 1.0}}
     evaluations |= {50: {"eval/loss": 0.5}, 70: {"eval/loss": 0.1}}
-    for mode, steps in ((None, [50, 30, 10, 20]), ("max", [10, 50, 30, 20])):
-        best = best_first(newest_first, Checkpoint(mode=mode), evaluations)
+    for mode, steps in (("null", [50, 30, 10, 20]), ("max", [10, 50, 30, 20])):
+        store = Store(Mock(), run_settings([f"--checkpoint.mode={mode}"]))
+        best = store.best_first(newest_first, evaluations)
         assert [int(path.name.removeprefix("step_")) for path in best] == steps
 
 
@@ -239,7 +240,7 @@ def test_a_resume_takes_as_long_however_long_the_log_is(tmp_path: Path, monkeypa
     of_the_run = {"progress": Progress(step=10), "launch": SimpleNamespace()}
     run: Any = SimpleNamespace(config=config, is_main=True, resume=start, total_steps=20, task=Mnist(), **of_the_run)
     monkeypatch.setattr(tracking, "print_summary", lambda *_: None)
-    with tracking.Tracker(run, {}) as tracker:
+    with tracking.Tracker(run, Mock(where={})) as tracker:
         assert tracker.sync() == state.metrics_bytes
     state.metrics_bytes += 1
     with pytest.raises(UserError, match="restore it"):
