@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +53,7 @@ from pyarrow import parquet
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import PROJECT
-from src.tasks.streaming.order import Order
+from src.tasks.streaming.order import Cut, order_epoch
 from src.tasks.streaming.streamed_lm import StreamedLM
 from src.tasks.text.causal_lm import CausalLM
 from src.tasks.text.packing import Batch
@@ -153,7 +153,7 @@ def growth(**settings: Any) -> float:
     task = new_task(**settings)
     train, _ = task.build_datasets()
     stream = task.augmented(train, [0, 0, 1])
-    for first in range(0, int(train.counts[:20].sum()) - BATCH, BATCH):
+    for first in range(0, int(stream.epoch.sequences[20]) - BATCH, BATCH):
         batch(task, stream, first)
     status = Path("/proc/self/status").read_text()  # getrusage would tell the parent's peak, if that is higher
     return int(status.split("VmHWM:")[1].split()[0]) / 1e3 - before / 1e6
@@ -193,7 +193,7 @@ def resume(_: Path, large: Path, caches: Path) -> Measured:
 
         def reach(share: float, epoch: int, clears: bool = name == "cold") -> float:
             if clears:
-                shutil.rmtree(caches / "rows" / "blocks")
+                shutil.rmtree(caches / "blocks")
             stream, place = task.augmented(train, [0, epoch, 1]), int(len(train) * share)
             if not clears:  # in a stream of its own, so that the blocks are cached, and no window is kept
                 replace(stream).__getitems__([place])
@@ -221,7 +221,8 @@ def throughput(_: Path, large: Path, caches: Path) -> Measured:
     """In CPU seconds of the process, all threads: other processes on the machine count less."""
     task, other = new_task(large), new_task(filled(large), is_loaded=True)
     stream, table = task.build_datasets()[0], other.build_datasets()[0]
-    stream, size = task.augmented(stream, [0, 0, 1]), int(stream.counts[: CACHED // WINDOW].sum()) // BATCH * BATCH
+    stream = task.augmented(stream, [0, 0, 1])
+    size = int(stream.epoch.sequences[CACHED // WINDOW]) // BATCH * BATCH
     order = np.random.default_rng(0).permutation(len(table))[:size].tolist()
 
     def speed(task: Any, train: Any, order: list[int], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -308,9 +309,11 @@ def peers(_: Path, large: Path, caches: Path) -> Measured:
     def ours(rows: int, epoch: int, clears: bool) -> float:
         """Count rows by windows: they are all in its sequences."""
         if clears:
-            shutil.rmtree(caches / "rows" / "blocks")
-        counts = train.counts[: rows // WINDOW]  # nothing is read ahead after them
-        stream, size = replace(task.augmented(train, [0, epoch, 1]), counts=counts), int(counts.sum())
+            shutil.rmtree(caches / "blocks")
+        stream = task.augmented(train, [0, epoch, 1])
+        windows, sequences = (edges[: rows // WINDOW + 1] for edges in stream.epoch[2:])
+        vars(stream)["epoch"] = stream.epoch._replace(windows=windows, sequences=sequences)  # none is read ahead after
+        size = int(sequences[-1])
         return rows / cpu_seconds(lambda: deque((stream.__getitems__([place]) for place in range(size)), maxlen=0))
 
     def theirs(open_rows: Callable[[int], Any], rows: int, tokenizes: bool) -> float:
@@ -331,7 +334,7 @@ def peers(_: Path, large: Path, caches: Path) -> Measured:
 
 def workers(_: Path, large: Path, caches: Path) -> Measured:
     with suppress(FileNotFoundError):
-        shutil.rmtree(caches / "rows" / "blocks")
+        shutil.rmtree(caches / "blocks")
     task = new_task(large)
     train, _ = task.build_datasets()
     config: Any = SimpleNamespace(task=task, num_workers=2, seed=0)
@@ -355,11 +358,16 @@ def shuffle(_: Path, large: Path, caches: Path) -> Measured:
     print(f"shuffle, all at once: {np.mean([(abs(steps) <= 100).mean() for steps in near]):.4%} of neighbours near")
     for group in (1000, 20_000):
         for window in (1000, 10_000, 100_000):
-            groups = np.full(rows // group, group)
-            order = Order([groups], [groups], [1.0], [1], window)
+            firsts = np.concatenate([np.arange(first, first + group, window // 16) for first in range(0, rows, group)])
+            ends = np.minimum(firsts + window // 16, (firsts // group + 1) * group)
+            sizes = ends - firsts
+            source: Any = SimpleNamespace(rows=sizes, groups=firsts // group, tokens=sizes, weight=1.0, passes=1)
             correlations, shares = [], []
             for epoch in range(epochs):
-                numbers = np.concatenate([order.rows(0, epoch, i)[1] for i in range(len(order.shares))])
+                of = order_epoch([source], Cut(rows // window, rows), 0, epoch)
+                parts = [np.arange(firsts[i], ends[i]) for i in of.blocks]
+                windows = [np.concatenate(parts[first:last]) for first, last in pairwise(of.windows)]
+                numbers = np.concatenate([np.random.default_rng(epoch).permutation(own) for own in windows])
                 correlations.append(np.corrcoef(numbers, np.arange(rows))[0, 1])
                 places = np.empty(rows, int)
                 places[numbers] = np.arange(rows)

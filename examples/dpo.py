@@ -27,7 +27,8 @@ from src.tasks.base import Counts
 from src.tasks.text.chats import Chat, ChatEncoder, as_tools, encode_chat
 from src.tasks.text.fine_tuning import Decoder
 from src.tasks.text.load import fsdp_blocks, load_exported
-from src.tasks.text.reading import PART_NAMES, as_json, as_text
+from src.tasks.text.rows import as_json, require_text
+from src.tasks.text.text_task import PART_NAMES
 from src.tasks.text.tokenizing import Chunker
 
 Answer = dict[str, str | None]
@@ -64,7 +65,7 @@ class TextOrChat:
 
     def __call__(self, value: Any) -> str:
         if not isinstance(value, list):
-            return as_json(as_text(value))
+            return as_json(require_text(value))
         messages = self.chat(value)
         if self.is_answer and json.loads(messages)[-1]["role"].lower() != "assistant":
             raise ValueError("does not end with a turn of the assistant")

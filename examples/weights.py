@@ -19,7 +19,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from src.config.errors import UserError, as_user_error
 from src.distributed.process import exit_codes
-from src.tasks.text.files import can_reach_hub
+from src.tasks.text.hub import can_reach_hub
 
 MODELS = Path("data/models")
 

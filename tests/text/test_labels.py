@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from src.config.errors import UserError
 from src.tasks.base import samples
-from src.tasks.text.reading import as_label
+from src.tasks.text.rows import label_text
 from src.tasks.text.text_classification import TextClassification, sorted_labels
 from src.tasks.text.tokenizing import byte_tokenizer
 from tests.text import tiny
@@ -88,8 +88,16 @@ def test_equal_numbers_are_one_label_and_text_stays_as_it_is() -> None:
     """Tried without: four labels, of which two are right half of the time."""
     task = classifier([1, 1.0, True, 0, 0.0, False], "bert")
     assert task.describe("train", task.build_datasets()[0])["labels"] == 2
-    assert [*map(as_label, (2, 2.0, -0.0, 2**60, 1.5, "2.0", " 2 "))] == ["2", "2", "0", str(2**60), "1.5", "2.0", "2"]
-    assert as_label(float("inf")) == "inf"
+    assert [*map(label_text, (2, 2.0, -0.0, 2**60, 1.5, "2.0", " 2 "))] == [
+        "2",
+        "2",
+        "0",
+        str(2**60),
+        "1.5",
+        "2.0",
+        "2",
+    ]
+    assert label_text(float("inf")) == "inf"
     assert sorted_labels({"10", "9", "1.5", "-1"}) == ["-1", "1.5", "9", "10"]
     assert sorted_labels({f"LABEL_{i}" for i in range(12)}) == [f"LABEL_{i}" for i in range(12)]
 

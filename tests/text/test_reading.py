@@ -1,5 +1,5 @@
-"""Rows as their files have them: hostile files of each kind, loaded and streamed, against Python's own csv and json
-modules and pyarrow. What is compared is what the tokenizer gets, cell by cell."""
+"""Rows as their files have them: hostile files of each kind, loaded and, where they can be, streamed, against Python's
+own csv and json modules and pyarrow. What is compared is what the tokenizer gets, cell by cell."""
 
 import csv
 import io
@@ -18,10 +18,12 @@ import pytest
 from datasets import ClassLabel, Features, Value
 from pyarrow import parquet
 
-from src.tasks.streaming.blocks import Blocks
-from src.tasks.text import reading
+from src.tasks.streaming.cache import TokenCache
+from src.tasks.streaming.index import EXTENSIONS, Source
 from src.tasks.text.chats import ChatEncoder, as_tools
-from src.tasks.text.reading import Rows, as_label, as_text, cache_folder, require_columns
+from src.tasks.text.files import find_files
+from src.tasks.text.rows import BLOCK, label_text, require_text
+from src.tasks.text.tokenizing import CHUNK_FEATURES
 from tests.text import tiny
 
 FILES = 300
@@ -254,37 +256,32 @@ KINDS: dict[str, tuple[Callable[[random.Random, int], bytes], Callable[[bytes], 
 class Recording:
     """Stands for a tokenizer: keeps the rows that it gets, and has a token for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns = dict(zip(columns, columns, strict=True))
         self.rows: list[Row] = []
 
-    def chunks(self, rows: Rows) -> pa.Table:
+    def chunks(self, rows: dict[str, list[Any]]) -> pa.Table:
         self.rows += zip(*rows.values(), strict=True)
         number = len(next(iter(rows.values())))
-        return pa.table(
-            {"input_ids": [[7]] * number, "labels": [[7]] * number, "length": [1] * number, "row": range(number)}
-        )
+        chunk = {"input_ids": [7], "labels": [7], "length": 1}
+        return pa.Table.from_pylist([{**chunk, "row": i} for i in range(number)], CHUNK_FEATURES.arrow_schema)
 
 
 def read(folder: Path, has_chats: bool, streaming: bool) -> tuple[list[Row], int]:
     """The rows of all files in the folder that the tokenizer gets, in their order; and how many others there are."""
-    task = tiny.task(dataset=str(folder), bad_rows="skip", eval_from="all")
-    columns: Any = {"text": as_text, "label": as_label}
+    columns: Any = {"text": require_text, "label": label_text}
     if has_chats:
         columns = {"messages": ChatEncoder(""), "tools": as_tools}
-    opened = task.open_rows()
-    source = opened.train
-    number = int(source.sizes.sum())
     if not streaming:
-        table, _ = task.usable_parts(opened, columns)
+        task = tiny.task(dataset=str(folder), bad_rows="skip", eval_from="all")
+        table, _ = task.usable_parts(task.open_rows(), columns)
         rows = [*zip(*(table[name][:] for name in columns), strict=True)]
-        return rows, number - len(rows)
-    require_columns(columns, source, task.dataset)
-    tokenizer: Any = Recording()
-    blocks = Blocks(columns, tokenizer, True, "", cache_folder() / "blocks", 10**9)
-    for group, size in enumerate(source.sizes.tolist()):
-        for first in range(0, size, reading.BLOCK):
-            blocks._make(source, group, first, min(first + reading.BLOCK, size))
-    return tokenizer.rows, number - len(tokenizer.rows)
+        return rows, task._skipped_rows["train"]
+    tokenizer: Any = Recording(columns)
+    source, cache = Source(find_files(str(folder)), BLOCK, columns), TokenCache(columns, tokenizer, True, 1.0)
+    for number in range(len(source.rows)):
+        cache._make(source[number])
+    return tokenizer.rows, int(source.rows.sum()) - len(tokenizer.rows)
 
 
 def differences(kind: str, seeds: range, folder: Path) -> Iterator[str]:
@@ -302,7 +299,7 @@ def differences(kind: str, seeds: range, folder: Path) -> Iterator[str]:
                     tiny.write({f"{folder}/{seed:03}-{number}.{kind}": data})
     expected = [row for row in rows if row]
     has_chats = kind != "csv" and kind != "tsv" and seeds[0] % 3 == 0
-    for streaming in (False, True):
+    for streaming in {False, f".{kind}" in EXTENSIONS}:
         kept, bad = read(folder, has_chats, streaming)
         if has_chats:
             kept = [tuple(json.dumps(json.loads(cell or "null")) for cell in row) for row in kept]

@@ -20,7 +20,7 @@ from src.config.errors import UserError
 from src.distributed.process import exit_codes
 from src.tasks.text import files
 from src.tasks.text.chats import CHATML, MAX_MESSAGES, ChatEncoder, render_chat, with_date
-from src.tasks.text.reading import ShardReader, row_ranges
+from src.tasks.text.rows import open_files, read_file
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.tools.generate import main as generate  # room: tools
 from tests.text import tiny
@@ -137,13 +137,9 @@ def test_a_chat_has_5000_messages_at_most() -> None:
 
 def rows_of(file: str) -> dict[str, list[Any]]:
     """The texts of a file, and why some cannot be used."""
-    reader = ShardReader(files.index_files(files.find_files(file), [], Path("cache")))
-    found: dict[str, list[Any]] = {"texts": [], "bad": []}
-    for number, first, last in row_ranges(reader):
-        rows, bad = reader.read(number, first, last, ["text"])
-        found["texts"] += rows["text"]
-        found["bad"] += bad.values()
-    return found
+    records = [*read_file(str(Path(file).resolve()), ["text"])]
+    texts = [None if record.reason else record.row["text"] for record in records]
+    return {"texts": texts, "bad": [record.reason for record in records if record.reason]}
 
 
 def test_a_header_may_have_many_columns() -> None:
@@ -189,7 +185,7 @@ def test_damaged_metadata_of_datasets_are_one_line(metadata: bytes) -> None:
         table = pa.table({"text": ["one", "two"]}).replace_schema_metadata({"huggingface": metadata})
         parquet.write_table(table, f"{name}.parquet")
     with pytest.raises(UserError) as error:
-        files.index_files(files.find_files("."), [], Path("cache"))
+        open_files(files.find_files("."), [], "data")
     lines = str(error.value).replace(f"{Path.cwd()}/", "").splitlines()
     says = "parquet: cannot be read: its metadata are not those of `datasets`: "
     assert [found.partition(says)[0] for found in lines] == ["a.", "b."]

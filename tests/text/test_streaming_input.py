@@ -1,8 +1,11 @@
 """Streamed shards, rows and settings that do not fit, here and elsewhere: one line that names shard and row, before
 training where that is known; or left out and counted, where the settings say so."""
 
+import json
 import os
 import random
+import subprocess
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,13 +22,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from src.config.errors import RunError, UserError
-from src.tasks.streaming import stream
-from src.tasks.streaming.streamed_lm import StreamedLM
-from src.tasks.text import files, reading
-from src.tasks.text.files import find_files, index_files
-from src.tasks.text.reading import ShardReader
+from src.tasks.streaming import forecast, index
+from src.tasks.streaming.cache import TokenCache
+from src.tasks.streaming.index import Source, read_block
+from src.tasks.streaming.streamed_lm import CONVERSION, StreamedLM
+from src.tasks.text import files
+from src.tasks.text.files import find_files
 from src.tools.evaluate import _with_settings  # room: tools
 from src.training.workers import load_in_workers
+from tests.launching import PROJECT
 from tests.s3 import S3FileSystem, s3_bucket
 from tests.text import tiny
 from tests.text.test_bad_text import BAD_ROWS, CHATS, FIX, SHORTENED, STRICT, THOUGHT
@@ -87,7 +92,7 @@ BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a shard without it": (
         {"a/x.parquet": ROWS, "a/y.parquet": [{"txt": "a"}]}, {}, "a/y.parquet: no column text, which other files have",
     ),
-    "too few rows": ({"a/x.jsonl": ROWS[:4]}, {}, "task.dataset=a: 4 rows are too few to hold out 0.1 of them *"),
+    "too few rows": ({"a/x.jsonl": ROWS[:4]}, {}, "task.dataset=a: too few rows (4) to hold out 10% for evaluation *"),
     "raw text unpacked": ({"a/x.jsonl": ROWS}, {"packing": False}, "task.packing=false: streamed text *"),
     "several cut off": (
         {"a/w.parquet": ROWS, "a/x.parquet": content(".parquet", ROWS)[:-9], "a/y.parquet": b"", "a/z.jsonl": ROWS}, {},
@@ -172,41 +177,75 @@ def test_a_dataset_of_the_hub_is_streamed_from_its_files(monkeypatch: pytest.Mon
     write({"a/train.jsonl": ROWS, "a/more.txt": b"{}"})
     files = {datasets.NamedSplit("train"): [str(Path("a/train.jsonl").resolve())]}
     found = {("org/a", "small"): SimpleNamespace(config=SimpleNamespace(data_files=files))}
-    monkeypatch.setattr("src.tasks.text.files.load_dataset_builder", lambda *name: found[name])
+    monkeypatch.setattr("src.tasks.text.text_task.load_dataset_builder", lambda *name: found[name])
     task = lm("org/a", dataset_config="small")
     assert {*texts(task, task.build_datasets()[0])} == {*TEXTS[:-6]}
     absent = lm("org/a", dataset_config="small", train_split="all")
     assert says(UserError, absent.build_datasets) == "task.train_split=all: org/a has train"
-    files[datasets.NamedSplit("validation")] = [str(Path("a/more.txt").resolve())]
-    said = says(UserError, task.build_datasets)
-    assert said == "a/more.txt: cannot be streamed; only .jsonl, .json, .csv, .tsv, .parquet files can"
+    files[datasets.NamedSplit("train")] = [str(Path("a/more.txt").resolve())]
+    assert says(UserError, task.build_datasets).startswith("a/more.txt: cannot be streamed: ")
 
 
-def reader_of(dataset: str) -> ShardReader:
-    return ShardReader(index_files(find_files(dataset), [], Path("index")))
+@pytest.mark.parametrize("kind", ["csv", "tsv", "json", "txt"])
+def test_other_kinds_are_refused_with_a_command_that_writes_their_rows_as_jsonl(kind: str) -> None:
+    """As they are written; a row that cannot be read ends it."""
+    rows = [["text", "id"], ["1.10 \u00e9", "001"], ["NA", "true"]]
+    lines = {name: "\n".join(sign.join(row) for row in rows) for name, sign in (("csv", ","), ("tsv", "\t"))}
+    written = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+    data = {**lines, "json": json.dumps(written), "txt": "one\r\ndocument"}[kind]
+    write({f"a.{kind}": data})
+    said = says(UserError, lm(f"a.{kind}").build_datasets)
+    command = said.partition("write its rows as .jsonl, ")[2].partition(", or load it, --task.streaming=false")[0]
+    shell: Any = {"shell": True, "cwd": Path.cwd(), "env": {**os.environ, "PYTHONPATH": str(PROJECT)}}
+    subprocess.run(command.replace("python", sys.executable, 1), check=True, **shell)
+    found = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
+    assert found == ([{"text": "one\r\ndocument"}] if kind == "txt" else written)
+
+
+def test_such_a_command_ends_with_a_row_that_cannot_be_read() -> None:
+    write({"a.csv": "text\none\ntwo,2\n"})
+    command = CONVERSION.format("a.csv", "a").partition("python")[2].partition(", or load it")[0]
+    shell: Any = {"shell": True, "cwd": Path.cwd(), "env": {**os.environ, "PYTHONPATH": str(PROJECT)}}
+    done = subprocess.run(sys.executable + command, capture_output=True, text=True, **shell)
+    assert done.returncode == 1
+    assert done.stderr == "row 3 has 2 cells for 1 columns\n"
+
+
+def first_rows(source: Source, number: int = 0) -> list[str]:
+    """The texts of a block's first three rows."""
+    return [record.row["text"] for record in read_block(source[number], READ)[:3]]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 def test_a_shard_that_has_changed_or_is_gone_since_it_was_indexed_is_named(kind: str) -> None:
     """Of the same size. Tried without: its rows are mixed with those of the old one; a traceback, or six tries."""
     file = Path.cwd() / write({f"a.{kind}": ROWS})
-    reader = reader_of(str(file))
-    file.write_bytes(file.read_bytes().replace(b"line 7", b"LINE 7"))
+    source = Source(find_files(str(file)), 20, {})
+    file.write_bytes(file.read_bytes().replace(b"line 1", b"LINE 1"))
     expected = f"a.{kind} has changed or disappeared since it was indexed: restore it, or start a new run"
-    assert says(UserError, lambda: reader.read(0, 0, 3, ("text",))) == expected
-    assert reader_of(str(file)).read(0, 7, 8, ("text",))[0] == {"text": ["LINE 7"]}, "a new run takes the new one"
+    assert says(UserError, lambda: first_rows(source)) == expected
+    assert first_rows(Source(find_files(str(file)), 20, {})) == ["line 0", "LINE 1", "line 2"], (
+        "a new run takes the new one"
+    )
     file.unlink()
-    assert says(UserError, lambda: reader.read(0, 0, 3, ("text",))) == expected
+    assert says(UserError, lambda: first_rows(source)) == expected
 
 
 def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that loads data too. Tried without: a traceback of that process."""
-    monkeypatch.setattr(stream, "SAMPLES", [2])  # the second block of 1,024 rows, and the fourth
+    monkeypatch.setattr(forecast, "FEWEST_ROWS", 500)
+    monkeypatch.setattr(forecast, "PRECISION", 1.0)
+    read: list[index.Block] = []
+    original = TokenCache.read
+    monkeypatch.setattr(TokenCache, "read", lambda cache, block: read.append(block) or original(cache, block))  # type: ignore[func-returns-value]
     rows: list[Any] = [{"text": str(i)} for i in range(5000)]
-    rows[2500] = {"text": 3}
+    lm(write({"a.jsonl": rows}), shuffle_window=2000).build_datasets()
+    sampled = {block["line"] + row - 1 for block in read for row in range(block["rows"])}
+    beyond = min({*range(2500, 4000)} - sampled)
+    rows[beyond] = {"text": 3}
     task = lm(write({"a.jsonl": rows}), shuffle_window=2000)
     train, _ = task.build_datasets()
-    expected = f"a.jsonl, line 2501: text is int, not text; {HINT}"
+    expected = f"a.jsonl, line {beyond + 1}: text is int, not text; {HINT}"
     assert says(UserError, lambda: [*epoch(task, train)]) == expected
     config: Any = SimpleNamespace(seed=0, num_workers=2, task=task)
     of_epoch = task.augmented(train, [0, 0, 1])
@@ -312,7 +351,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture(autouse=True)
 def _nothing_in_memory() -> None:
     """Another test has read the same shards."""
-    reading._row_group.cache_clear()
+    index.read_group.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "y.jsonl"])
@@ -322,10 +361,10 @@ def test_waits_grow_until_the_shard_is_named(waited: list[float], monkeypatch: p
     for path, shard in FILES.items():
         fsspec.filesystem("memory").pipe_file(f"/{path}", shard)
     (url,) = (url for url in find_files("memory://data") if url.endswith(name))
-    reader = reader_of(url)
+    source = Source(find_files(url), 40, {})
     for what_reads in ("_open", "cat_file", "find"):
         monkeypatch.setattr(MemoryFileSystem, what_reads, Mock(side_effect=OSError("reset\nby peer")))
-    said = says(RunError, lambda: reader.read(0, 0, 3, READ))
+    said = says(RunError, lambda: first_rows(source))
     assert said == f"{url}: cannot be read, tried 6 times: reset by peer"
     assert waited == [*files.WAITS] == sorted({*waited})
 
@@ -346,8 +385,8 @@ def test_s3_shows_the_rows_of_a_disk_in_their_order_though_calls_fail(
     with monkeypatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache of what is here")
         calm = seen(write(FILES))
-    # the last group of 40 rows ends with the 24 to evaluate on
-    assert Counter(calm) == Counter(f"line {i}" for i in range(240) if not i >= 225)
+    # the last 24 are to evaluate on
+    assert Counter(calm) == Counter(f"line {i}" for i in range(240) if i < 216)
     monkeypatch.setattr(files, "WAITS", (0.0,) * 99)
     draw, find, cat, info = random.Random(0), S3FileSystem._find, S3FileSystem._cat_file, S3FileSystem._info
 
@@ -373,13 +412,13 @@ def test_s3_shows_the_rows_of_a_disk_in_their_order_though_calls_fail(
 
 
 def test_s3_refuses_objects_that_changed_are_gone_or_never_were(bucket: str, waited: list[float]) -> None:
-    reader = reader_of(bucket)
+    source = Source(find_files(bucket), 40, {})
     client = boto3.client("s3")
     client.put_object(Bucket="bucket", Key="data/deep/y.jsonl", Body=FILES["data/deep/y.jsonl"].upper())
     client.delete_object(Bucket="bucket", Key="data/x.parquet")
-    numbers = {shard.url: number for number, (shard, *_) in enumerate(reader.groups)}
+    numbers = {source[number]["file"]: number for number in range(len(source.rows))}
     for name in ("deep/y.jsonl", "x.parquet"):
-        said = says(UserError, lambda name=name: reader.read(numbers[f"{bucket}/{name}"], 0, 3, READ))  # type: ignore[misc]
+        said = says(UserError, lambda name=name: first_rows(source, numbers[f"{bucket}/{name}"]))  # type: ignore[misc]
         assert said.startswith(f"{bucket}/{name} has changed or disappeared")
     assert says(UserError, lambda: find_files("s3://bucket/nowhere")).endswith(".tsv, .parquet")
     assert "bucket does not exist" in says(UserError, lambda: find_files("s3://nowhere/data"))

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.config.errors import UserError
 from src.config.terminal import visible
-from src.tasks.text.reading import TextTask
 from src.tasks.text.text_classification import TextClassification
+from src.tasks.text.text_task import TextTask
 from src.tools.checkpoints import main as checkpoints
 from src.tools.evaluate import main as evaluate
 from src.tools.generate import Printer

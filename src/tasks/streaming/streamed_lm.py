@@ -1,104 +1,104 @@
 """Next-token prediction on text that is read while training, from one dataset or several: `--task.name=streamed_lm`."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
-from datasets.fingerprint import Hasher
 from torch import Tensor
 
 from src.config.errors import UserError, raise_if_any
 from src.tasks.base import Counts, Indices, Tensors
-from src.tasks.streaming.blocks import BLOCK_CODE, Blocks
-from src.tasks.streaming.order import Order
+from src.tasks.streaming.cache import TokenCache
+from src.tasks.streaming.forecast import forecast
+from src.tasks.streaming.index import EXTENSIONS, Block, Source, read_block
+from src.tasks.streaming.order import Cut
 from src.tasks.streaming.settings import StreamedLMSettings
-from src.tasks.streaming.stream import Stream, count_sequences, masses_of
+from src.tasks.streaming.stream import Stream
 from src.tasks.text.causal_lm import CausalLM, by_sequence
-from src.tasks.text.files import splits_of
-from src.tasks.text.listing import KINDS
+from src.tasks.text.files import find_files
 from src.tasks.text.packing import Batch, Chunk, Sequences
-from src.tasks.text.reading import (
-    Encoders,
-    Opened,
-    RowRange,
-    Source,
-    TableReader,
-    cache_folder,
-    require_columns,
-    with_versions,
-)
+from src.tasks.text.rows import BLOCK, Encoders, Record, Split, open_files, write_parquet
+from src.tasks.text.text_task import Opened, require_columns
 
 HELD_OUT = 1000
 """Maximum number of rows held out from the end of streamed data for evaluation, if it has no split for that."""
-
-
-def identity(value: Any) -> Any:
-    """Return an already encoded value as it is."""
-    return value
+BLOCKS = 16
+"""Blocks in a window, at least."""
+SPAN, SPAN_ROWS = 32, 65_536
+"""Windows whose leftovers the last of them takes: so many, or more if they are small. A run that is resumed on another
+machine may read them again."""
+CONVERSION = (
+    'write its rows as .jsonl, python -c "import json, sys; from src.tasks.text.rows import read_file; '
+    "[print(json.dumps(row)) if not reason else sys.exit(f'row {{number}} {{reason}}') "
+    "for number, row, reason, _ in read_file('{0}')]\" > {1}.jsonl, or load it, --task.streaming=false"
+)
 
 
 class StreamedLM(StreamedLMSettings, CausalLM):
     """Predicts the next token of text that is read while training, or of several datasets at once."""
 
     def build_datasets(self) -> tuple[Stream, Sequences]:
-        opened = [self.open_rows(part.dataset, part.dataset_config) for part in self.parts]
-        first, *others = (dataset.train.column_names for dataset in opened)
+        opened = [self.open_dataset(part.dataset, part.dataset_config) for part in self.parts]
+        first, *others = (train.column_names for train, _ in opened)
         shared = set(first).intersection(*others)
-        columns = self.choose_columns(opened[0].train, [name for name in first if name in shared])
-        if self.streaming:
-            pairs = [self._hold_out(dataset, columns) for dataset in opened]
-        else:
-            pairs = [self._load(dataset, columns) for dataset in opened]
-            columns = dict.fromkeys(self._columns.values(), identity)  # loaded rows are encoded already
-        sources, evaluations = zip(*pairs, strict=True)
-        train = self._stream([*sources], columns)
+        encoders = self.choose_columns(opened[0].train, [name for name in first if name in shared])
+        if not self.packing and "text" in self._columns:
+            raise UserError("task.packing=false: streamed text yields an unknown number of sequences: set packing=true")
+        prepare = self._index if self.streaming else self._load
+        sources, evaluations = zip(*(prepare(of_part, encoders) for of_part in opened), strict=True)
+        if not self.streaming:
+            encoders = dict.fromkeys(self._columns.values(), str)  # loaded rows are text already
+        train = self.stream(sources, TokenCache(encoders, self.chunker, self.bad_rows == "skip", self.cache_gb))
         tables = [self.chunker.make_chunks(rows, "evaluation data") for rows in evaluations]
         return train, self.packed(with_sources(tables), sum(map(len, evaluations)), "evaluation data")
 
-    def find_on_hub(self, dataset: str, config: str | None) -> dict[str, Any]:
-        if not self.streaming:
-            return super().find_on_hub(dataset, config)
-        files = splits_of(dataset, config)
-        others = [name for names in files.values() for name in names if not name.lower().endswith(KINDS[1:])]
-        raise_if_any(f"{name}: cannot be streamed; only {', '.join(KINDS[1:])} files can" for name in others)
-        return with_versions(files)
+    def open_split(self, files: dict[str, str], dataset: str, config: str | None, split: str) -> Split:
+        if not self.streaming or split != self.train_split:
+            return super().open_split(files, dataset, config, split)
+        others = [file for file in files if not file.lower().endswith(EXTENSIONS)]
+        raise_if_any(f"{file}: cannot be streamed: {CONVERSION.format(file, Path(file).stem)}" for file in others)
+        return open_files(files, [], dataset)
 
-    def _load(self, opened: Opened, columns: Encoders) -> tuple[Source, Dataset]:
+    def _load(self, opened: Opened, encoders: Encoders) -> tuple[Source, Dataset]:
         """Return the usable rows of a dataset: a source to train on, and a table to evaluate on."""
-        rows, evaluation = self.usable_parts(opened, columns)
-        return TableReader(rows, opened.dataset), evaluation
+        rows, evaluation = self.usable_parts(opened, encoders)
+        return Source(find_files(write_parquet(rows, "rows")), self.block_rows, {}), evaluation
 
-    def _hold_out(self, opened: Opened, columns: Encoders) -> tuple[Source, Dataset]:
+    def _index(self, opened: Opened, encoders: Encoders) -> tuple[Source, Dataset]:
         """Return the rows of a dataset: a source to train on, and a table of the usable ones to evaluate on. Without a
         split for these, they are taken off the end of the source."""
-        name, train, ranges = opened.dataset, opened.train, None
-        require_columns(columns, train, name)
-        if not opened.evaluation and self.eval_from != "all":
-            ranges = hold_out(train.sizes, self.num_held_out(int(train.sizes.sum()), name))
-        return train, self.usable_rows(name, opened.evaluation or train, columns, "eval", ranges)
+        train, evaluation = opened
+        require_columns(encoders, train)
+        source = Source(train.files, self.block_rows, encoders)
+        if not evaluation and self.eval_from != "all":
+            wanted = self.num_held_out(int(source.rows.sum()), train.dataset)
+            evaluation = of_blocks(train, source.hold_out(min(HELD_OUT, wanted)))
+        return source, self.usable_rows(evaluation or train, encoders, "eval")
 
-    def _stream(self, sources: list[Source], columns: Encoders) -> Stream:
-        """Return the training set: sequences of chunks of the sources' rows, which `columns` encode."""
-        if not self.packing and "text" in self._columns:
-            raise UserError("task.packing=false: streamed text yields an unknown number of sequences: set packing=true")
-        chunker, skips, parts = self.chunker, self.bad_rows == "skip", self.parts
-        key = Hasher.hash([columns, chunker, skips, BLOCK_CODE])
-        blocks = Blocks(columns, chunker, skips, key, cache_folder() / "blocks", int(self.cache_gb * 1e9))
-        capacity = self.sequence_length if self.packing else None
-        groups = [source.sizes for source in sources]
-        # if each row is a sequence, windows are measured in rows
-        masses = [masses_of(source) for source in sources] if capacity else groups
-        weights, passes = [part.weight for part in parts], [part.max_epochs for part in parts]
-        order = Order(groups, masses, weights, passes, self.shuffle_window)
-        return Stream(order, sources, blocks, capacity, *count_sequences(order, sources, blocks, capacity))
+    @property
+    def block_rows(self) -> int:
+        """Return the maximum number of rows in a block."""
+        return max(1, min(BLOCK, self.shuffle_window // BLOCKS))
+
+    def stream(self, sources: Sequence[Source], cache: TokenCache) -> Stream:
+        """Return the training set: sequences of chunks of the sources' rows."""
+        for source, part in zip(sources, self.parts, strict=True):
+            source.weight, source.passes = part.weight, part.max_epochs
+        num_rows = sum(int(source.rows.sum()) * source.passes for source in sources)
+        capacity, window = self.sequence_length, self.shuffle_window
+        windows, span = max(1, num_rows // window), max(SPAN, SPAN_ROWS // window)
+        if not self.packing:  # each row is a sequence
+            return Stream(sources, cache, None, num_rows, Cut(windows, num_rows))
+        count, filled = forecast(sources, cache, capacity, window)
+        return Stream(sources, cache, capacity, num_rows, Cut(windows, count, span, filled))
 
     def augmented(self, train: Stream, seed: list[int]) -> Stream:
         run_seed, epoch, *_ = seed
-        return replace(train, seed=run_seed, epoch=epoch)
+        return replace(train, seed=run_seed, number=epoch)
 
     def order(self, train: Stream, random: np.random.Generator, global_batch_size: int) -> Indices:
         return range(len(train))  # each window is shuffled already
@@ -148,13 +148,13 @@ class StreamedLM(StreamedLMSettings, CausalLM):
         return metrics
 
 
-def hold_out(sizes: np.ndarray, wanted: int) -> list[RowRange]:
-    """Take up to `wanted` rows off the end of the last group of these sizes, in place. Return their range: the group,
-    its first row, and the row after its last."""
-    size = min(HELD_OUT, wanted, int(sizes[-1]))
-    sizes[-1] -= size
-    first = int(sizes[-1])
-    return [(len(sizes) - 1, first, first + size)]
+def of_blocks(split: Split, blocks: list[Block]) -> Split:
+    """Return these blocks of a split."""
+
+    def read(file: str, columns: Sequence[str]) -> Iterator[Record]:
+        return chain.from_iterable(read_block(block, columns) for block in blocks if block["file"] == file)
+
+    return replace(split, files={block["file"]: "" for block in blocks}, read=read, version=blocks)
 
 
 def with_sources(tables: list[Dataset]) -> Dataset:

@@ -25,7 +25,7 @@ from src.tasks.text.fine_tuning import Decoder
 from src.tasks.text.load import load_exported
 from src.tasks.text.loss import LanguageModel
 from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack
-from src.tasks.text.reading import ROW, Encoders, Rows, Source, as_text
+from src.tasks.text.rows import ROW, Encoders, Rows, Split, require_text
 from src.tasks.text.settings import CausalLMSettings
 from src.tasks.text.tokenizing import Chunker, Columns
 from src.tasks.text.trial import require_decoder, require_splittable, unsupported_reason
@@ -111,8 +111,8 @@ class CausalLM(CausalLMSettings, Decoder):
         train, evaluation = (self.packed(self.chunker.make_chunks(rows, of), len(rows), of) for rows, of in parts)
         return train, evaluation
 
-    def choose_columns(self, source: Source, names: list[str]) -> Encoders:
-        """Choose the columns of a source to train on, among these names, and return their encoders."""
+    def choose_columns(self, split: Split, names: list[str]) -> Encoders:
+        """Choose the columns of a split to train on, among these names, and return their encoders."""
         roles = ("text", "prompt", "completion", "messages")
         asked = {role: column for role in roles if (column := getattr(self, f"{role}_column"))}
         found = (usual for usual in USUAL if {*usual.values()} <= {*names})
@@ -121,9 +121,10 @@ class CausalLM(CausalLMSettings, Decoder):
             hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
             raise UserError(f"which of the dataset's columns ({listed(names)}) to train on? Set {hint}")
         prompt = self._columns.get("prompt")
-        prompts = source.read(0, 0, 1, [prompt])[0][prompt] if prompt else []  # the first tells, as in TRL
-        is_chat = "messages" in self._columns or any(isinstance(value, list) for value in prompts)
-        return self._chat_encoders() if is_chat else dict.fromkeys(self._columns.values(), as_text)
+        # the first row tells, as in TRL
+        has_chats = prompt is not None and isinstance(split.first_row([prompt]).get(prompt), list)
+        is_chat = "messages" in self._columns or has_chats
+        return self._chat_encoders() if is_chat else dict.fromkeys(self._columns.values(), require_text)
 
     def _chat_encoders(self) -> Encoders:
         """Return the encoders of chats, whole or as prompts and completions, whose rows are kept as text."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from src.config.errors import UserError, as_user_error, listed, reraised_as
-from src.tasks.text.reading import as_json
+from src.tasks.text.rows import as_json
 
 Message = dict[str, Any]
 Chat = list[Message]

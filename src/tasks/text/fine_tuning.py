@@ -16,7 +16,7 @@ from src.config.errors import UserError, as_user_error, listed, raise_if_any
 from src.tasks.base import Cards, FillWeights, TaskState, Tensors
 from src.tasks.text.adapters import add_adapters, base_model, require_four_bits
 from src.tasks.text.export import drop_settings_without_effect, gather, is_only_renamed, save, save_sharded
-from src.tasks.text.files import loading
+from src.tasks.text.hub import loading
 from src.tasks.text.load import (
     Fit,
     StoredTensor,
@@ -35,8 +35,8 @@ from src.tasks.text.load import (
     with_dropout,
     without_scales,
 )
-from src.tasks.text.reading import TextTask
 from src.tasks.text.settings import DecoderSettings
+from src.tasks.text.text_task import TextTask
 from src.tasks.text.tokenizing import byte_tokenizer
 
 

@@ -36,7 +36,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from src.config.errors import UserError, as_user_error, raise_if_any
 from src.config.settings import nearest
 from src.tasks.text.adapters import four_bits, require_four_bits, resize_embeddings
-from src.tasks.text.files import loading
+from src.tasks.text.hub import loading
 
 logging.set_verbosity_error()  # what is missing or does not fit is judged here
 logging.disable_progress_bar()

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from src.tasks.base import Tensors
-from src.tasks.text.reading import table_checksum
+from src.tasks.text.rows import table_checksum
 
 Batch = dict[str, Any]
 """A batch, as a task's `collate` returns it."""

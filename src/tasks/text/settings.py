@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 
 from src.config.groups import Fraction, TaskSettings
 from src.config.settings import ResumeSafe, SafeReopens, Settings, Values, read_yaml
-from src.tasks.text.listing import KINDS, path_error
+from src.tasks.text.files import EXTENSIONS, path_error
 
 DEFAULTS: dict[str, Values] = read_yaml(Path(__file__).with_name("defaults.yaml").read_bytes())
 """Defaults of a run, by what of its model is trained."""
@@ -89,7 +89,7 @@ class TextSettings(TaskSettings):
         yield from super().validation_errors()
         for dataset in self.dataset_names:
             path = Path(dataset)
-            is_hub_name = path.suffix.lower() not in KINDS and HUB_NAME.fullmatch(dataset)
+            is_hub_name = path.suffix.lower() not in EXTENSIONS and HUB_NAME.fullmatch(dataset)
             if not dataset:
                 yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
             elif path.exists():

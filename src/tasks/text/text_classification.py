@@ -22,7 +22,7 @@ from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
 from src.tasks.text.packing import Batch
-from src.tasks.text.reading import Encoders, Rows, as_label, as_text, cached_map, table_checksum
+from src.tasks.text.rows import Encoders, Rows, cached_map, label_text, require_text, table_checksum
 from src.tasks.text.settings import Lora, TextClassificationSettings
 from src.tasks.text.tokenizing import require_known
 
@@ -46,7 +46,7 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         texts = [name for name in (self.text_column, self.text_pair_column) if name]
-        columns: Encoders = {**dict.fromkeys(texts, as_text), self.label_column: as_label}
+        columns: Encoders = {**dict.fromkeys(texts, require_text), self.label_column: label_text}
         train, evaluation = self.usable_parts(self.open_rows(), columns)
         self._learn_labels(train, evaluation)
         labelled = self._labelled(evaluation, "evaluation data")

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError
 from src.tasks.text.chats import Spans
 from src.tasks.text.packing import Chunk
-from src.tasks.text.reading import Rows, cached_map
+from src.tasks.text.rows import Rows, cached_map
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
