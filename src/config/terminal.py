@@ -47,9 +47,11 @@ def masked(text: str) -> str:
 
 
 def bar(desc: str = "", leave: bool = False, **options: Any) -> Any:
-    """Return a tqdm bar; `options` has its total. It is shown by the run's first process, if both streams go to a
+    """Return a tqdm bar; `options` has its total, None if it is unknown. It is shown by the run's first process, if both streams go to a
     terminal, until it is done or, if `leave`, also after that."""
     layout = "{percentage:3.0f}% {bar:10} {n:,}/{total:,}  eta {remaining}  {desc}"
+    if options.get("total", 0) is None:
+        layout = "{n:,}  {desc}"
     is_shown = is_first() and sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return tqdm(desc=desc, leave=leave, bar_format=layout, disable=not is_shown, dynamic_ncols=True, **options)
 
