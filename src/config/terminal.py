@@ -47,8 +47,8 @@ def masked(text: str) -> str:
 
 
 def bar(desc: str = "", leave: bool = False, **options: Any) -> Any:
-    """Return a tqdm bar; `options` has its total, None if it is unknown. It is shown by the run's first process, if both
-    streams go to a terminal, until it is done or, if `leave`, also after that."""
+    """Return a tqdm bar; `options` has its total, None if it is unknown. It is shown by the run's first process, if
+    both streams go to a terminal, until it is done or, if `leave`, also after that."""
     layout = "{percentage:3.0f}% {bar:10} {n:,}/{total:,}  eta {remaining}  {desc}"
     if options.get("total", 0) is None:
         layout = "{n:,}  {desc}"

@@ -53,9 +53,9 @@ Encoders = Mapping[str, Encoder]
 ROW = "the row as text"
 """Name of a last column that no file has. Its encoder gets the values of the others, encoded, by column, and what it
 returns is all that is kept of them."""
-REASON, PLACE, LINES = "why this row cannot be used", "where it is", "how many lines it has"
-"""Names of columns that are added to those of the data. The reason is null where the row can be used, and so is the
-place, unless the row has several lines."""
+NOTE = "what is noted about this row"
+"""Name of a column that is added to those of the data: null, or, if a row cannot be used or has several lines, the JSON
+of a list: where it is, why it cannot be used, and how many lines it has."""
 CODE = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
 """The source code that makes the cached tables: when it changes, they are made again."""
 BLOCK = 1024
@@ -335,9 +335,9 @@ def is_optional(encode: Any) -> bool:
 
 
 def text_rows(split: Split, encoders: Encoders, desc: str) -> Dataset:
-    """Return all rows of a split as a table of text, with the columns REASON, PLACE and LINES. Later calls, even in
-    another process, read it from the cache. Raise a UserError that names all files that cannot be read."""
-    features = dict.fromkeys([*([ROW] if ROW in encoders else encoders), REASON, PLACE], Value("string"))
+    """Return all rows of a split as a table of text, with a column NOTE. Later calls, even in another process, read it
+    from the cache. Raise a UserError that names all files that cannot be read."""
+    features = Features(dict.fromkeys([*([ROW] if ROW in encoders else encoders), NOTE], Value("string")))
 
     def rows() -> Iterator[Row]:
         mistakes: list[str] = []
@@ -350,15 +350,13 @@ def text_rows(split: Split, encoders: Encoders, desc: str) -> Dataset:
                 records = chain(head, () if mistakes else records)
                 for number, row, reason, lines in bar(desc, iterable=records, total=None):
                     encoded, reason = encode_row(row, reason, encoders)
-                    place = place_of(file, number) if reason or lines > 1 else None
-                    # a reason may quote bytes that are not UTF-8
-                    says = reason.encode(errors="backslashreplace").decode() or None
-                    yield dict.fromkeys(features) | encoded | {REASON: says, PLACE: place, LINES: lines}
+                    note = json.dumps([place_of(file, number), reason, lines]) if reason or lines > 1 else None
+                    yield dict.fromkeys(features) | encoded | {NOTE: note}
             except UserError as error:
                 mistakes += error.args
         raise_if_any(mistakes)
 
-    return cached_table(rows, [split.version, encoders], Features({**features, LINES: Value("int32")}))
+    return cached_table(rows, [split.version, encoders], features)
 
 
 def cached_table(rows: Callable[[], Iterator[Row]], key: Any, features: Features | None = None) -> Dataset:

@@ -1,6 +1,8 @@
 """What text tasks share: a dataset on the Hub or in files, its splits, and the rows to train and to evaluate on."""
 
+import json
 import sys
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,9 +18,7 @@ from src.tasks.base import Task
 from src.tasks.text.files import EVALUATION, EXTENSIONS, by_split, find_files
 from src.tasks.text.hub import loading
 from src.tasks.text.rows import (
-    LINES,
-    PLACE,
-    REASON,
+    NOTE,
     Encoders,
     Split,
     content_digest,
@@ -96,20 +96,19 @@ class TextTask(TextSettings, Task):
         where = PART_NAMES[part]
         require_columns(encoders, split, where)
         table = text_rows(split, encoders, f"reading {where}")
-        reasons, lines = table.with_format("arrow")[REASON], np.asarray(table[LINES])
-        bad = np.flatnonzero(reasons.is_valid().to_numpy())
-        if max(lines) > 1 and is_first():
-            count = f"{sum(lines):,} lines hold {len(table):,} rows: some quoted cells span lines"
-            longest = int(lines.argmax())
-            place = table[longest][PLACE]
-            say(f"{where}: {count}; the longest row has {lines[longest]:,}, from {place}", file=sys.stderr)
-        if len(bad) and (self.bad_rows == "refuse" or len(bad) == len(table)):
-            first = table[int(bad[0])]
+        notes = {i: json.loads(note) for i, note in enumerate(table.data.column(NOTE).to_pylist()) if note}
+        if is_first() and (longest := max(notes.values(), key=itemgetter(2), default=("", "", 1)))[2] > 1:
+            num_lines = len(table) + sum(lines - 1 for *_, lines in notes.values())
+            count = f"{num_lines:,} lines hold {len(table):,} rows: some quoted cells span lines"
+            say(f"{where}: {count}; the longest row has {longest[2]:,}, from {longest[0]}", file=sys.stderr)
+        table, bad = table.remove_columns(NOTE), {i: note for i, note in notes.items() if note[1]}
+        if bad and (self.bad_rows == "refuse" or len(bad) == len(table)):
+            place, reason, _ = next(iter(bad.values()))
+            says = reason.encode(errors="backslashreplace").decode()  # it may quote bytes that are not UTF-8
             count = f"{len(bad):,} of {len(table):,} rows in {where} cannot be used"
-            raise UserError(f"{first[PLACE]}: {first[REASON]}; {count}: fix them, {SKIP}")
+            raise UserError(f"{place}: {says}; {count}: fix them, {SKIP}")
         self._skipped_rows[part] += len(bad)
-        table = table.remove_columns([REASON, PLACE, LINES])
-        return table.select(np.setdiff1d(np.arange(len(table)), bad)) if len(bad) else table
+        return table.select(np.setdiff1d(np.arange(len(table)), [*bad])) if bad else table
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         """Return `rows` split in two: one part to train on, one to evaluate on. Raise a UserError if there are too few
