@@ -4,13 +4,14 @@ import os
 import re
 import warnings
 from importlib import import_module
+from textwrap import shorten
 from typing import Any
 
 import torch
 from tokenizers import AddedToken
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from src.config.errors import UserError, as_user_error, listed, raise_if_any
+from src.config.errors import UserError, cause, listed, raise_if_any
 from src.requirements import missing_requirements
 from src.tasks.text.settings import Lora
 
@@ -26,12 +27,18 @@ def add_adapters(
     trained_rows: dict[str, list[int]] | None = None,
 ) -> Any:
     """Return a PreTrainedModel, of this revision on the Hub, with new adapters. Its own weights are frozen in
-    `base_dtype`, except for a classifier's head and `trained_rows`, rows of layers by their names. Raise a UserError if
-    `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be merged."""
+    `base_dtype`, except for a classifier's head, which gets no adapters, and `trained_rows`, rows of layers by names.
+    Raise a UserError if `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be
+    merged, or if the head would be quantized."""
     peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
     layers = [f".{layer}" for layer, _ in model.named_modules()]
     if absent := [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in layers)]:
         raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
+    # the layers after the base model, and a pooler, may be new: they are trained as they are
+    new = rf"(?!{model.base_model_prefix}\.).*|.*\bpooler\b.*" if has_new_head else "(?!)"
+    if any(hasattr(layer, "quant_state") for name, layer in model.named_modules() if re.fullmatch(new, name)):
+        says = f"bitsandbytes would quantize the head of {type(model).__name__}, which is trained"
+        raise UserError(f"task.lora.base_dtype=nf4: {says}: use task.lora.base_dtype=bf16")
     name = model.name_or_path
     config = peft.LoraConfig(
         # the adapters have to load from any folder
@@ -42,16 +49,18 @@ def add_adapters(
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules or "all-linear",
-        exclude_modules=lora.exclude_modules,
+        exclude_modules="|".join(filter(None, [lora.exclude_modules, new])),
         trainable_token_indices=trained_rows,
     )
-    head = [weight for name, weight in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
+    trained = [weight for name, weight in model.named_parameters() if re.fullmatch(new, name)]
     with warnings.catch_warnings():
         merges = lora.merge or has_new_head
         warnings.filterwarnings("error" if merges else "ignore", "Model has `tie_word_embeddings=True`")
         try:
-            with as_user_error("task.lora.target_modules, exclude_modules: ", (ValueError, TypeError, re.error)):
-                adapted = peft.PeftModel(model, config)
+            adapted = peft.PeftModel(model, config)
+        except (ValueError, TypeError, re.error) as error:
+            says = shorten(cause(error), 200, placeholder=" …")
+            raise UserError(f"task.lora.target_modules, exclude_modules: {says}") from error
         except UserWarning as error:
             says = "adapters of a layer that shares its weights with another are added to both when they are merged"
             raise UserError(f"task.lora.target_modules: {says}; leave it out, or set merge=false") from error
@@ -61,7 +70,7 @@ def add_adapters(
     for layer in adapted.modules():
         if hasattr(layer, "reset_lora_parameters"):  # again, as peft loses the values on the meta device
             layer.reset_lora_parameters("default", init_lora_weights=True)
-    for weight in head if has_new_head else ():
+    for weight in trained:
         weight.requires_grad = True
     for weight in adapted.parameters() if base_dtype in ("bf16", "nf4") else ():
         if weight.is_floating_point() and not weight.requires_grad:

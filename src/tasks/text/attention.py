@@ -76,6 +76,7 @@ def document_attention(
         kernel = "varlen" if is_varlen else "per-document"
         raise ValueError(f"{kernel} attention does not support {' and '.join(unknown)}")
     q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
+    # claiming groups where there are none may select another kernel for the backward pass
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
     if is_varlen:
         lengths = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q

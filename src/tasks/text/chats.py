@@ -254,9 +254,8 @@ def ends_of_turn(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     there is no template, or it rejects a simple chat."""
     after = str(tokenizer.eos_token)
     with suppress(UserError):  # the template may want more of a chat than this one has
-        _, answer, end = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None).partition(
-            ANSWER["content"]
-        )
+        text = _render([{"role": "user", "content": "?"}, ANSWER], tokenizer, None)
+        _, answer, end = text.partition(ANSWER["content"])
         after = end if answer else after
     added = tokenizer.get_added_vocab()
     return [token for token in tokenizer.tokenize(after) if token in added and token.strip()]

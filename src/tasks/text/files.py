@@ -25,7 +25,9 @@ change: unlike `mtime`, no copying tool sets it back, but a new hard link or new
 EVALUATION = ("validation", "valid", "val", "dev", "eval", "test")
 """Names of an evaluation split; the first one present is used."""
 SPLITS = {"train": "train", "val": "validation", "dev": "validation", "eval": "test", "test": "test"}
-"""Prefixes of words in names of files and folders, and the split that such a file belongs to."""
+"""Prefixes of words in names of files, and the split that such a file belongs to."""
+FOLDERS = ("train", "training", *EVALUATION)
+"""Names of folders that tell the split of the files in them."""
 SPLIT_WORD = re.compile(rf"(?:^|[^a-z])({'|'.join(SPLITS)})")
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds to wait after each failed read before the next try."""
@@ -76,14 +78,16 @@ def find_files(url: str) -> dict[str, str]:
 
 
 def by_split(files: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Return a folder's files, given with their versions, by split, as the names of files and subfolders tell it; if
-    none does, all are to train on. Each file is in one split, that of the last word: `datasets` would have
-    train_test.csv in two."""
+    """Return a folder's files, given with their versions, by split: by words in their names, and by the names of
+    subfolders. If no name has a split, all files are training data. Each file is in one split, that of the last word:
+    `datasets` would have train_test.csv in two."""
     folder = commonprefix([*files]).rpartition("/")[0]  # noqa: RUF071  # then cut at a slash
     splits: dict[str, dict[str, str]] = {}
     for file, version in files.items():
-        if words := SPLIT_WORD.findall(file.removeprefix(folder).lower()):
-            splits.setdefault(SPLITS[words[-1]], {})[file] = version
+        *folders, name = file.removeprefix(folder).split("/")
+        words = [*(folder for folder in folders if folder.lower() in FOLDERS), name]
+        if found := SPLIT_WORD.findall(" ".join(words).lower()):
+            splits.setdefault(SPLITS[found[-1]], {})[file] = version
     return splits or {"train": files}
 
 

@@ -95,8 +95,8 @@ class FineTuning(TextTask):
         return with_dropout(config, self.dropout)
 
     def _load_config(self) -> PreTrainedConfig:
-        """Return the model's config. Raise a UserError if there is none, it is
-        damaged, it asks to run code, or the weights can't be trained as they are stored."""
+        """Return the model's config. Raise a UserError if there is none, it is damaged, it asks to run code, or the
+        weights can't be trained as they are stored."""
         with loading("model", self.model):
             config = load_config(str(self.model), self.revision, self.state.remarks)
         can_train = self.lora.r and self.lora.base_dtype in (None, "nf4") and self._has_bf16
@@ -112,6 +112,14 @@ class FineTuning(TextTask):
 
     # -------------------------------------------------------------------------------------------------------- building
     def build_model(self) -> Any:
+        if self.model and self.base_dtype != "nf4":  # 4-bit weights are loaded one tensor at a time
+            with loading("model", self.model):
+                needed = sum(4 * math.prod(tensor.shape) for tensor in self._stored.values())
+            needed *= get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+            # the kernel would kill processes without a word
+            if needed > (total := psutil.virtual_memory().total):
+                says = f"its weights take {needed / 1e9:.1f} GB in all processes; this machine has {total / 1e9:.1f} GB"
+                raise UserError(f"task.model={self.model}: {says}: use a smaller model, or fsdp.yaml")
         return self.wrap(self.load_model())
 
     def build_empty_model(self) -> tuple[Any, FillWeights] | None:
@@ -143,12 +151,6 @@ class FineTuning(TextTask):
                 return self.model_from_config()
         compute = self.state.dtype if self.base_dtype == "nf4" else None
         with loading("model", self.model):
-            needed = sum(4 * math.prod(tensor.shape) for tensor in self._stored.values())
-            needed *= get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
-            # the kernel would kill processes without a word; 4-bit weights are loaded one tensor at a time
-            if needed > (total := psutil.virtual_memory().total) and not compute:
-                says = f"its weights take {needed / 1e9:.1f} GB in all processes; this machine has {total / 1e9:.1f} GB"
-                raise UserError(f"task.model={self.model}: {says}: use a smaller model, or fsdp.yaml")
             model, fit = read_model(self.auto_class, self.model, self.revision, self._config, compute)
             self._accept(model, fit)
         return model

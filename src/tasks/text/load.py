@@ -81,7 +81,7 @@ def new_config(
         raise UserError(f"task.architecture.model_type={kind}: transformers has no such causal language model{close}")
     default = AutoConfig.for_model(kind)
     other_names = default.attribute_map  # in GPT-2, max_position_embeddings is another name of n_positions
-    known = [*default.to_dict(), *other_names]
+    known = [name for name in (*default.to_dict(), *other_names) if not name.startswith("_")]
     unknown = [name for name in fields if name not in known]
     raise_if_any(f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}" for name in unknown)
     fitting = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -308,7 +308,8 @@ def fill_shards(model: Any, stored: dict[str, StoredTensor], device: torch.devic
     transformers would: with its renames and conversions, in the model's dtype."""
     # in threads, transformers would read all experts before it joins the first ones: twice the share
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
-    device = torch.device(device.type)  # Accelerate's is cpu:0, to which torch would copy each weight once more
+    if device.type == "cpu":
+        device = torch.device("cpu")  # Accelerate's is cpu:0, to which torch would copy each weight once more
 
     def moved(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:
         # transformers moves offloaded shards to the mesh's device

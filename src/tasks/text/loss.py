@@ -210,7 +210,8 @@ def count_flops(model: Any) -> tuple[int, int, int] | None:
     """
     config, decoder = model.config.get_text_config(), model.get_decoder()
     heads, kinds = getattr(config, "num_attention_heads", None), getattr(config, "layer_types", None) or ()
-    is_plain = heads and {*kinds} <= {"full_attention"} and not getattr(config, "sliding_window", None)
+    special = any(getattr(config, name, None) for name in ("sliding_window", "num_experts_per_tok"))
+    is_plain = heads and {*kinds} <= {"full_attention"} and not special
     if not is_plain or any(weight.ndim > 2 for weight in decoder.parameters()):
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

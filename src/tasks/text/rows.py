@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice, starmap
+from itertools import chain, islice, repeat, starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -60,6 +60,8 @@ CODE = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py")
 """The source code that makes the cached tables: when it changes, they are made again."""
 BLOCK = 1024
 """Rows that are read or tokenized together, and rows of a file that its columns are taken from."""
+WRITTEN_TOGETHER = 100
+"""Rows that are kept in memory until they are written: a row may be a book."""
 ENCODING = "utf-8-sig"
 """UTF-8, with or without a byte order mark."""
 END = '\ud800"'
@@ -133,7 +135,7 @@ def read_file(url: str, columns: Sequence[str] | None = None, header: Sequence[s
 
 def require_utf8(text: str) -> None:
     """Raise a ValueError if a file that begins with this text, read as UTF-8, is UTF-16."""
-    if {*text[:2]} & {"\0", "\udcfe"}:  # the bytes 0, 0xfe and 0xff
+    if {*text[:2]} & {"\0", "\udcfe"}:  # the bytes 0 and 0xfe: one of a byte order mark's two
         raise ValueError("its text is UTF-16: save it as UTF-8")
 
 
@@ -162,11 +164,11 @@ def read_json(text: TextIO, *_: Any) -> Iterator[Record]:
     if first.lstrip().startswith("["):
         return starmap(as_record, enumerate(json.loads(first + text.read()), start=1))
     records = read_jsonl(chain([first], text))
-    head = [*islice(records, 2)]
+    head = [*islice(records, BLOCK)]
     rows = [record.row for record in head]
     if rows and (not any(rows) or (len(rows) == 1 and all(isinstance(v, dict | list) for v in rows[0].values()))):
         raise ValueError(NO_ROWS)
-    return chain(head, records)
+    return (record._replace(number=number) for number, record in enumerate(chain(head, records), start=1))
 
 
 def read_csv(text: TextIO, _: Any, header: Sequence[str], **dialect: Any) -> Iterator[Record]:
@@ -174,20 +176,26 @@ def read_csv(text: TextIO, _: Any, header: Sequence[str], **dialect: Any) -> Ite
     that is empty, the first line that is not blank. Raise a ValueError if a column is named twice."""
     reader = csv.reader(chain(text, [END]), **dialect)
     names, number = [*header], 1
+    require_distinct(names)
     for cells in reader:
         lines = reader.line_num + 1 - number
         if cells == [END]:
             return
         if cells and not names:
             names = cells
-            if twice := [name for name, count in Counter(names).items() if name and count > 1]:
-                raise ValueError(f"two columns are called {twice[0]}")
+            require_distinct(names)
         elif cells:
             reason = f"has {len(cells)} cells for {len(names)} columns" if len(cells) > len(names) else ""
             if cells[-1].endswith(END[0]):
-                reason = "has a quote that is never closed"
-            yield Record(number, dict(zip(names, cells, strict=False)), reason, lines)
+                reason, lines = "has a quote that is never closed", lines - 1
+            yield Record(number, dict.fromkeys(names) | dict(zip(names, cells, strict=False)), reason, lines)
         number += lines
+
+
+def require_distinct(names: list[str]) -> None:
+    """Raise a ValueError if a column is named twice."""
+    if twice := [name for name, count in Counter(names).items() if name and count > 1]:
+        raise ValueError(f"two columns are called {twice[0]}")
 
 
 def read_txt(text: TextIO, *_: Any) -> Iterator[Record]:
@@ -200,6 +208,7 @@ def read_parquet(stream: Any, columns: Sequence[str] | None, *_: Any) -> Iterato
     """Yield the rows of a .parquet file, with these columns if it has them."""
     file = parquet.ParquetFile(stream)
     schema = file.schema_arrow
+    require_distinct(schema.names)
     own = [name for name in schema.names if columns is None or name in columns]
     return read_batches(file.iter_batches(BLOCK, columns=own), declared_features(schema))
 
@@ -233,7 +242,7 @@ def read_batches(batches: Iterable[Any], features: Mapping[str, Any], first: int
     for batch in batches:
         names = batch.schema.names
         columns = [decoded_column(batch[name], features.get(name)) for name in names]
-        for values in zip(*columns, strict=True):
+        for values in zip(*columns, strict=True) if names else repeat((), batch.num_rows):
             row = dict(zip(names, values, strict=True))
             errors = [f"{name} cannot be read: {value}" for name, value in row.items() if isinstance(value, Exception)]
             yield Record(number, row, "; ".join(errors[:1]))
@@ -245,7 +254,7 @@ def decoded_column(values: Any, feature: Any) -> Iterator[Any]:
     for value in values:
         try:
             yield decode_value(value.as_py(), feature)
-        except (ValueError, RecursionError) as error:
+        except (ArithmeticError, ValueError, RecursionError) as error:  # a date beyond the year 9999
             yield error
 
 
@@ -266,7 +275,7 @@ def decode_value(value: Any, feature: Any) -> Any:
 
 @dataclass(frozen=True)
 class Split:
-    """Says where the rows of a split are, which are read when they are needed."""
+    """Locates the rows of a split, which are read when they are needed."""
 
     dataset: str
     files: dict[str, str]
@@ -287,14 +296,20 @@ def open_files(files: dict[str, str], header: Sequence[str], dataset: str) -> Sp
     """Return the split that these files are, given with their versions. Raise a UserError if none has rows, or that
     names those that cannot be read."""
     read = partial(read_file, header=header)
-    mistakes: list[str] = []
-    for file in files:
-        try:
-            if head := [*islice(read(file), BLOCK)]:
-                return Split(dataset, files, read, columns_of(head), [files, header])
-        except UserError as error:
-            mistakes += error.args
-    raise UserError(*mistakes or [f"task.dataset={dataset}: its files ({len(files)}) have no rows"])
+
+    def names() -> Iterator[Row]:
+        mistakes: list[str] = []
+        for file in files:
+            try:
+                if head := [*islice(read(file), BLOCK)]:
+                    yield {"names": json.dumps(columns_of(head))}  # they may have bytes that are not UTF-8
+                    return
+            except UserError as error:
+                mistakes += error.args
+        raise UserError(*mistakes or [f"task.dataset={dataset}: its files ({len(files)}) have no rows"])
+
+    (found,) = cached_table(names, [files, header])
+    return Split(dataset, files, read, json.loads(found["names"]), [files, header])
 
 
 def columns_of(records: Iterable[Record]) -> list[str]:
@@ -341,19 +356,20 @@ def text_rows(split: Split, encoders: Encoders, desc: str) -> Dataset:
 
     def rows() -> Iterator[Row]:
         mistakes: list[str] = []
-        for file in split.files:
-            try:
-                records = split.read(file, [*encoders])
-                head = [*islice(records, BLOCK)]
-                if head and (missing := missing_columns(encoders, columns_of(head))):
-                    raise UserError(f"{file}: no column {missing}, which other files have")
-                records = chain(head, () if mistakes else records)
-                for number, row, reason, lines in bar(desc, iterable=records, total=None):
-                    encoded, reason = encode_row(row, reason, encoders)
-                    note = json.dumps([place_of(file, number), reason, lines]) if reason or lines > 1 else None
-                    yield dict.fromkeys(features) | encoded | {NOTE: note}
-            except UserError as error:
-                mistakes += error.args
+        with bar(desc, total=None) as progress:
+            for file in split.files:
+                try:
+                    records = split.read(file, [*encoders])
+                    head = [*islice(records, BLOCK)]
+                    if head and (missing := missing_columns(encoders, columns_of(head))):
+                        raise UserError(f"{file}: no column {missing}, which other files have")
+                    for number, row, reason, lines in chain(head, () if mistakes else records):
+                        progress.update()
+                        encoded, reason = encode_row(row, reason, encoders)
+                        note = json.dumps([place_of(file, number), reason, lines]) if reason or lines > 1 else None
+                        yield dict.fromkeys(features) | encoded | {NOTE: note}
+                except UserError as error:
+                    mistakes += error.args
         raise_if_any(mistakes)
 
     return cached_table(rows, [split.version, encoders], features)
@@ -363,7 +379,9 @@ def cached_table(rows: Callable[[], Iterator[Row]], key: Any, features: Features
     """Return a table of these rows. Later calls, even in another process, read it from the cache, as long as the key
     and CODE are the same."""
     try:
-        return Dataset.from_generator(rows, features, fingerprint=Hasher.hash([key, CODE]))
+        return Dataset.from_generator(
+            rows, features, fingerprint=Hasher.hash([key, CODE]), writer_batch_size=WRITTEN_TOGETHER
+        )
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
 

@@ -1,9 +1,9 @@
 """Classification of texts, or pairs of texts, with any transformers encoder: `--task.name=text_classification`."""
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,8 @@ MAX_COUNTS = 20
 """Labels whose counts are shown at the start of a run, the most frequent ones."""
 MAX_CELL = 200
 """Characters of a text that a table shows."""
+NUMBER = re.compile(r"(LABEL_)?-?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+"""A label that is a number, or that transformers made of one."""
 MEGA_BATCH = 50
 """Batches that are sorted by length together, as in transformers' LengthGroupedSampler."""
 
@@ -97,7 +99,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
         train, evaluation = super().split(rows, dataset)
-        is_known = np.isin(evaluation[self.label_column][:], train[self.label_column][:])
+        known = {*train[self.label_column]}
+        is_known = np.array([label in known for label in evaluation[self.label_column]])
         if self.eval_from != "random" or not is_known.any():
             return train, evaluation
         # a row with a label of its own is trained on, as the model has to know it
@@ -217,9 +220,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
 def sorted_labels(labels: Iterable[str]) -> list[str]:
     """Return the labels, sorted: numbers by value, names alphabetically."""
     names = sorted(labels)  # 1 and 01 in the same order on every process
-    with suppress(ValueError):  # transformers calls the label 1 LABEL_1
-        return sorted(names, key=lambda name: float(name.removeprefix("LABEL_")))
-    return names
+    are_numbers = all(map(NUMBER.fullmatch, names))
+    return sorted(names, key=lambda name: float(name.removeprefix("LABEL_"))) if are_numbers else names
 
 
 def as_written(names: list[str], found: set[str]) -> list[str]:

@@ -52,7 +52,7 @@ class TextTask(TextSettings, Task):
         return self.open_dataset(self.dataset, self.dataset_config)
 
     def open_dataset(self, dataset: str, config: str | None) -> Opened:
-        """Return those of a dataset, or of this configuration of it."""
+        """Return the splits of a dataset, or of one of its configurations."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and reported in one line
         datasets.disable_progress_bars()  # finished bars would stay on the screen
         self._skipped_rows = {"train": 0, "eval": 0}
@@ -67,16 +67,15 @@ class TextTask(TextSettings, Task):
         return Opened(*parts)
 
     def open_split(self, files: dict[str, str], dataset: str, config: str | None, split: str) -> Split:
-        """Return a split of a dataset, given its files, each with its version. Raise a UserError if none
-        has rows."""
+        """Return a split of a dataset, given its files, each with its version. Raise a UserError if none has rows."""
         if is_on_hub(dataset):
             with loading("dataset", dataset):
                 # on the Hub, a .txt has one document per line, and compressed files would have to be unpacked
                 if files and all(file.lower().endswith(EXTENSIONS[1:]) for file in files):
-                    local = DownloadManager().download([*files])
+                    local = dict(zip(DownloadManager().download([*files]), files, strict=True))
                 else:
-                    local = [write_parquet(load_dataset(dataset, config, split=split), dataset)]
-            files = dict.fromkeys(local, "")
+                    local = {write_parquet(load_dataset(dataset, config, split=split), dataset): ""}
+            return open_files(local, self.column_names, dataset)
         # tar, rsync and image layers change the times of files
         digests = {file: content_digest(file) for file in files if Path(file).exists()}
         return open_files(files | digests, self.column_names, dataset)
@@ -135,7 +134,7 @@ def is_on_hub(dataset: str) -> bool:
 
 def find_splits(dataset: str, config: str | None) -> dict[str, dict[str, str]]:
     """Return the files of a dataset by split, each with its version, which is empty for those on the Hub: their URLs
-    have a commit. Of what the Hub's client has cached without files, return the names of splits alone."""
+    have a commit. If the Hub's client has cached a dataset without its files, its splits have none."""
     versions = {} if is_on_hub(dataset) else find_files(dataset)
     # a folder from `hf download` has a dataset card, which may declare several configurations
     card = Path(dataset, "README.md")
@@ -144,6 +143,8 @@ def find_splits(dataset: str, config: str | None) -> dict[str, dict[str, str]]:
         return {"train": versions} if dataset.lower().endswith(EXTENSIONS) else by_split(versions)
     builder = load_dataset_builder(dataset, config)
     found: Any = builder.config.data_files or dict.fromkeys(builder.info.splits or (), ())
+    if others := [file for files in found.values() for file in files if versions and file not in versions]:
+        raise UserError(f"task.dataset={dataset}: its README.md names {others[0]}, which is not a data file in it")
     return {str(split): {file: versions.get(file, "") for file in files} for split, files in found.items()}
 
 
