@@ -21,7 +21,7 @@ import pytest
 from pyarrow import parquet
 
 from src.tasks.base import ContextParallel, samples
-from src.tasks.streaming import streamed_lm
+from src.tasks.streaming import index, streamed_lm
 from src.tasks.streaming.cache import TokenCache
 from src.tasks.streaming.index import Block, Source, read_block
 from src.tasks.streaming.order import Cut, order_epoch
@@ -251,9 +251,51 @@ def test_rows_off_the_end_are_held_out_whatever_block_they_are_in() -> None:
     for wanted in (1, 7, 8, 9, 39):
         source = Source(find_files("rows.jsonl"), 8, {})
         held_out = [record.row["text"] for block in source.hold_out(wanted) for record in read_block(block, ["text"])]
-        kept = [record.row["text"] for i in range(5) for record in read_block(source[i], ["text"])]
+        kept = [record.row["text"] for i in range(len(source.rows)) for record in read_block(source[i], ["text"])]
         assert kept + held_out == [f"<{row}> the of" for row in range(40)]
         assert len(held_out) == wanted
+
+
+def test_prompts_that_are_not_packed_come_once_in_any_number_of_windows() -> None:
+    """With rows held out, which change the number of each window's sequences. Tried without: an IndexError."""
+    tiny.write({"rows.jsonl": [{"prompt": f"<{row}> the", "completion": " of"} for row in range(500)]})
+    for window in (20, 100, 1000):
+        train, evaluation = task("rows.jsonl", packing=False, shuffle_window=window).build_datasets()
+        assert sorted(rows_of(train) + rows_of(evaluation)) == [*range(500)]
+        assert len(train) == 450
+
+
+def test_a_resume_knows_its_data_in_another_folder_and_after_a_change_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed and loaded. Tried with the folder or the code in what is compared: it is refused."""
+    for streaming in (True, False):
+        found = []
+        for folder, code in (("a", "b"), ("b", "b"), ("b", "c")):
+            monkeypatch.setattr("src.tasks.streaming.cache.CACHE_CODE", [code])
+            tiny.write({f"{folder}/rows.jsonl": [{"text": f"<{row}> the"} for row in range(50)]})
+            found.append(task(folder, streaming=streaming).build_datasets()[0].fingerprint())
+        assert found[0] == found[1] == found[2]
+        tiny.write({"b/rows.jsonl": [{"text": f"<{row}> teh"} for row in range(50)]})
+        assert task("b", streaming=streaming).build_datasets()[0].fingerprint() != found[0]
+
+
+def test_row_groups_are_decoded_once_though_files_have_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in folders by language, and in a mixture. Tried with groups by name: each for nearly each block."""
+    for number in range(8):
+        rows = pa.table({"text": [f"<{row}> the of" for row in range(number * 200, number * 200 + 200)]})
+        file = Path(f"{'ab'[number % 2]}/{number}/part.parquet")
+        file.parent.mkdir(parents=True)
+        parquet.write_table(rows, file)
+    decoded: list[str] = []
+    original = index.require_unchanged
+    monkeypatch.setattr(index, "require_unchanged", lambda *file: decoded.append(file[0]) or original(*file))  # type: ignore[func-returns-value]
+    of = task(sources=[{"dataset": "a"}, {"dataset": "b"}], shuffle_window=100, bad_rows="skip")
+    of_epoch = epoch(of)
+    for file in of_epoch.cache.folder.glob("*.arrow"):
+        file.unlink()
+    index.read_group.cache_clear()
+    decoded.clear()
+    assert len(rows_of(of_epoch)) == 1600 - 160
+    assert len(decoded) <= 2 * len(of_epoch.epoch.windows)
 
 
 def test_prompts_packed_or_not_lose_nothing_that_map_style_has() -> None:

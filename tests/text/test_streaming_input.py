@@ -233,7 +233,7 @@ def test_a_shard_that_has_changed_or_is_gone_since_it_was_indexed_is_named(kind:
 
 def test_a_bad_row_beyond_the_sample_is_named_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that loads data too. Tried without: a traceback of that process."""
-    monkeypatch.setattr(forecast, "FEWEST_ROWS", 500)
+    monkeypatch.setattr(forecast, "MIN_SAMPLE", 500)
     monkeypatch.setattr(forecast, "PRECISION", 1.0)
     read: list[index.Block] = []
     original = TokenCache.read

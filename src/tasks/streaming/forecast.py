@@ -10,7 +10,7 @@ from src.tasks.streaming.cache import TokenCache
 from src.tasks.streaming.index import Source
 from src.tasks.text.packing import best_fit
 
-FEWEST_ROWS, MOST_ROWS = 8192, 65_536
+MIN_SAMPLE, MAX_SAMPLE = 8192, 65_536
 """Rows of a source that are sampled: as many as the first, and then more, until two standard errors are within
 PRECISION, or they are as many as the second."""
 PRECISION = 0.004
@@ -20,14 +20,15 @@ MARGIN = 1.006
 differ."""
 FULL = 0.97
 """Fraction of the tokens of the best packed sequences that a full one has."""
-SURE = 0.9
+SAFETY = 0.9
 """Fraction of the full sequences of the poorest part of a sample that any window has."""
 
 
 def forecast(sources: Sequence[Source], cache: TokenCache, capacity: int, window: int) -> tuple[int, float]:
     """Forecast the tokens of each block of the sources, and set them there. Return how many sequences hold those of an
     epoch with high probability; and the fraction of the sequences of its tokens that a window, of so many rows, fills
-    for certain. Raise a UserError if no row in a sample can be used."""
+    for certain: a constant in place of that fails for sorted rows. Raise a UserError if no row in a sample can be
+    used."""
     samples = [sample(source, cache) for source in sources]
     pooled = np.concatenate([lengths for found, *_ in samples for lengths in found])
     if not pooled.any():
@@ -44,14 +45,14 @@ def forecast(sources: Sequence[Source], cache: TokenCache, capacity: int, window
             lengths = np.concatenate([found[i] for i in part])
             tokens = np.array([lengths[sequence].sum() for sequence in best_fit(lengths, capacity)])
             filled.append((tokens >= FULL * full).sum() * full / source.tokens[chosen[part]].sum())
-    return math.ceil(most / full * MARGIN), SURE * min(1.0, *filled)
+    return math.ceil(most / full * MARGIN), SAFETY * min(1.0, *filled)
 
 
 def sample(source: Source, cache: TokenCache) -> tuple[list[np.ndarray], np.ndarray, float, float]:
     """Sample blocks of a source, in their order. Return the lengths of their chunks; their numbers; the tokens per
     byte; and the standard error of these."""
     number, random = len(source.rows), np.random.default_rng(0)
-    count = FEWEST_ROWS * number // int(source.rows.sum()) + 1
+    count = MIN_SAMPLE * number // int(source.rows.sum()) + 1
     while True:
         count = min(count, number)
         # one from each of equal parts
@@ -62,6 +63,6 @@ def sample(source: Source, cache: TokenCache) -> tuple[list[np.ndarray], np.ndar
         # from the differences of neighbours, which are alike if the source is sorted; none if it is all sampled
         off = np.diff(tokens - mean * sizes)
         error = np.sqrt(np.sum(off**2) / 2 * (1 - count / number)) / sizes.sum()
-        if 2 * error <= PRECISION * mean or count == number or source.rows[chosen].sum() >= MOST_ROWS:
+        if 2 * error <= PRECISION * mean or count == number or source.rows[chosen].sum() >= MAX_SAMPLE:
             return found, chosen, mean, error
         count *= 2

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from io import BufferedReader
 from itertools import chain, islice, pairwise
 from os.path import basename
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -62,7 +63,7 @@ class Source:
             raise_if_any(mistake for mistake in found if isinstance(mistake, str))
             yield from chain.from_iterable(found)
 
-        self._blocks = cached_table(blocks, [files, block_rows, [*encoders]])
+        self._blocks = cached_table(blocks, [files, block_rows, [*encoders], Path(__file__).read_bytes()])
         columns = self._blocks.with_format("numpy")
         self.rows: np.ndarray = columns["rows"][:]
         """Rows of each block; shape (blocks,), int64."""
@@ -70,13 +71,12 @@ class Source:
         """Bytes of each block; shape (blocks,), int64."""
         self.tokens: np.ndarray = self.rows
         """Tokens of each block, as forecast; shape (blocks,), int64 or float64."""
-        names = [*map(basename, self._blocks["file"])]
-        places = [f"{file} {group}" for file, group in zip(names, self._blocks["group"], strict=True)]
+        places = [f"{group} {file}" for group, file in zip(self._blocks["group"], self._blocks["file"], strict=True)]
         self.groups: np.ndarray = np.unique(places, return_inverse=True)[1]
         """The group of each block: those of a group, next to each other, are read together; shape (blocks,), int64."""
         self.weight, self.passes = 1.0, 1
         """In a mixture: the fraction of the rows, and how many times an epoch has each."""
-        self.fingerprint = Hasher.hash([names, self._blocks["digest"][:]])
+        self.fingerprint = Hasher.hash([[*map(basename, self._blocks["file"])], self._blocks["digest"][:]])
         """Changes with the names, content and order of the files, not with their folder."""
 
     def __getitem__(self, number: int) -> Block:
@@ -85,11 +85,12 @@ class Source:
     def hold_out(self, wanted: int) -> list[Block]:
         """Take so many rows off the end. Return the blocks that they are in."""
         ends = np.cumsum(self.rows)
-        taken = np.clip(ends - (ends[-1] - wanted), 0, self.rows)
-        kept = self.rows - taken
-        self.rows, self.sizes = kept, self.sizes * kept // self.rows
-        blocks = [(self._blocks[i], int(kept[i]), int(taken[i])) for i in np.flatnonzero(taken).tolist()]
-        return [block | {"first": block["first"] + skipped, "rows": rows} for block, skipped, rows in blocks]
+        kept = self.rows - np.clip(ends - (ends[-1] - wanted), 0, self.rows)
+        taken = [(self[i], int(kept[i])) for i in np.flatnonzero(kept < self.rows).tolist()]
+        count = np.count_nonzero(kept)
+        self.sizes, self.groups = (self.sizes * kept / self.rows)[:count], self.groups[:count]
+        self.rows = self.tokens = kept[:count]
+        return [block | {"first": block["first"] + rows, "rows": block["rows"] - rows} for block, rows in taken]
 
 
 def index_file(file: tuple[str, str], block_rows: int, encoders: Encoders) -> list[Block] | str:
@@ -99,19 +100,21 @@ def index_file(file: tuple[str, str], block_rows: int, encoders: Encoders) -> li
 
     def read() -> list[Block]:
         with fsspec.open(url, "rb") as opened:
-            return [block | {"file": url, "version": version} for block in index(opened, block_rows)]
+            blocks = [block | {"file": url, "version": version} for block in index(opened, block_rows)]
+            # reading a row of a .parquet file would read all of a row group
+            names = parquet.read_schema(opened).names if is_parquet(url) else columns_of(islice(read_file(url), BLOCK))
+        if blocks and (missing := missing_columns(encoders, names)):
+            raise UserError(f"{url}: no column {missing}, which other files have")
+        return blocks
 
     try:
-        blocks = with_retries(url, read)
-        if blocks and (missing := missing_columns(encoders, columns_of(islice(read_file(url), BLOCK)))):
-            return f"{url}: no column {missing}, which other files have"
-        return blocks
+        return with_retries(url, read)
     except (RunError, UserError) as error:
         return str(error)
 
 
 def is_parquet(file: str) -> bool:
-    """Return whether a file is not text."""
+    """Return whether a file is a .parquet."""
     return file.lower().endswith(".parquet")
 
 
@@ -123,7 +126,7 @@ def index_parquet(opened: Any, block_rows: int) -> Iterator[Block]:
         found = metadata.row_group(group)
         for first, last in pairwise([*range(0, found.num_rows, block_rows), found.num_rows]):
             rows = last - first
-            size = found.total_byte_size * rows // found.num_rows
+            size = -(-found.total_byte_size * rows // found.num_rows)  # of repeated values, less than a byte a row
             place = {"group": group, "start": 0, "size": size, "first": first, "rows": rows, "line": line}
             yield place | {"digest": digest}
         line += found.num_rows

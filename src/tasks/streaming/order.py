@@ -82,7 +82,7 @@ def order_epoch(sources: Sequence[Source], cut: Cut, seed: int, number: int) -> 
     source_of = np.repeat(np.arange(len(orders)), [*map(len, orders)])[merged]
     before = np.cumsum(np.append(0, np.concatenate(tokens)[merged]))
     share = before / before[-1]
-    window_of = np.floor(share[:-1] * cut.windows)
+    window_of = np.minimum(share[:-1] * cut.windows, cut.windows - 1) // 1
     windows = np.append(np.flatnonzero(np.diff(window_of, prepend=-1)), len(merged))
     share = share[windows]
     places = np.arange(len(share))

@@ -1,6 +1,7 @@
 """A training set that keeps only a window in memory: rows are tokenized and packed when it is their turn."""
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -65,7 +66,8 @@ class Stream:
     def fingerprint(self) -> str:
         """Return a checksum that changes with the rows, their order, or the sequences that they make."""
         rows = [[of.fingerprint, of.rows, of.tokens, of.weight, of.passes] for of in self.sources]
-        return Hasher.hash([rows, self.cache.key, self.capacity, self.cut])
+        of = self.cache  # without its code: a run may be resumed after a change of that
+        return Hasher.hash([rows, [*of.encoders], of.chunker, of.skips_bad_rows, self.capacity, self.cut])
 
     def _window(self, number: int) -> ChunkLists:
         """Return a window, and start reading the next one."""
@@ -84,10 +86,12 @@ class Stream:
         """Return the sequences of a window, shuffled; one without chunks is all padding."""
         random = np.random.default_rng([self.seed, 1, self.number, number])
         sources, blocks, windows, starts = self.epoch
-        tables = []
-        for i in range(windows[number], windows[number + 1]):
-            table = self.cache.read(self.sources[sources[i]][int(blocks[i])])
-            tables.append(table.append_column("source", [np.full(len(table), sources[i])]))
+        own = slice(windows[number], windows[number + 1])
+        places = sorted(zip(sources[own].tolist(), blocks[own].tolist(), strict=True))  # one row group after the other
+        # each process begins somewhere else, so that they do not wait for each other
+        first = np.random.default_rng(os.getpid()).integers(len(places))
+        read = {place: self.cache.read(self.sources[place[0]][place[1]]) for place in places[first:] + places[:first]}
+        tables = [read[place].append_column("source", [np.full(len(read[place]), place[0])]) for place in places]
         is_last = self.ends_span(number)
         tables += [self._left_of(other) for other in range(number - number % self.cut.span, number) if is_last]
         chunks = pa.concat_tables(tables)
@@ -98,7 +102,7 @@ class Stream:
             sequences = packed(chunks["length"].to_numpy(), self.capacity, count, is_last)
         if not is_last:
             self._left[number] = chunks.take([*chain.from_iterable(sequences[count:])])
-        columns = Dataset(chunks, fingerprint="").with_format("numpy")[:]
+        columns = Dataset(chunks, fingerprint="").with_format("numpy", dtype=np.int32)[:]
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         return [[rows[i] for i in sequences[place]] for place in random.permutation(count)]
 
@@ -108,8 +112,8 @@ class Stream:
 
     def _left_of(self, number: int) -> pa.Table:
         """Return what is left over of a window; after a resume, it may have to be read again."""
-        if number in self._read:
-            self._read[number].result()
+        if future := self._read.get(number):
+            future.result()
         if number not in self._left:
             self.read_window(number)
         return self._left[number]

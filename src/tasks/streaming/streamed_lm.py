@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from os.path import basename
 from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
+from datasets.fingerprint import Hasher
 from torch import Tensor
 
 from src.config.errors import UserError, raise_if_any
@@ -66,7 +68,10 @@ class StreamedLM(StreamedLMSettings, CausalLM):
     def _load(self, opened: Opened, encoders: Encoders) -> tuple[Source, Dataset]:
         """Return the usable rows of a dataset: a source to train on, and a table to evaluate on."""
         rows, evaluation = self.usable_parts(opened, encoders)
-        return Source(find_files(write_parquet(rows, "rows")), self.block_rows, {}), evaluation
+        source = Source(find_files(write_parquet(rows, "rows")), self.block_rows, {})
+        files = opened.train.files  # the table's own fingerprint would change with their folder
+        source.fingerprint = Hasher.hash([[*map(basename, files)], [*files.values()]])
+        return source, evaluation
 
     def _index(self, opened: Opened, encoders: Encoders) -> tuple[Source, Dataset]:
         """Return the rows of a dataset: a source to train on, and a table of the usable ones to evaluate on. Without a
