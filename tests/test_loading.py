@@ -1,5 +1,6 @@
 """Each example once, in the same order, on any number of processes."""
 
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from src.tasks.base import Counts
 from src.training import batches
 from src.training.batches import CountedSteps, MicroBatch, ShardedBatchSampler, training_steps
+from src.training.cuda_graph import tensors_in
 from src.training.evaluation import gather_in_order
 
 EXAMPLES = 103
@@ -140,3 +142,11 @@ def test_counts_are_exchanged_while_the_step_before_is_computed() -> None:
     micro_batches, summed = next(steps)
     assert (micro_batches, {*summed.values()}) == (windows[1], {0})
     assert steps.is_stop_requested()
+
+
+def test_a_captured_step_finds_the_tensors_of_any_mapping() -> None:
+    """A tokenizer's BatchEncoding is a UserDict. Tried with pytree, which does not know it: the graph trains on the
+    inputs of the step that was captured."""
+    inputs, labels = torch.zeros(2, 3), torch.ones(2)
+    found = tensors_in({"inputs": UserDict(ids=inputs), "labels": [labels]})
+    assert [tensor.shape for tensor in found] == [inputs.shape, labels.shape]

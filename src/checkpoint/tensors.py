@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.utils import extract_model_from_parallel, gather_object
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.checkpoint.files import reading
@@ -26,7 +27,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended f
 def model_tensors(model: nn.Module) -> Tensors:
     """Return trained parameters, tied ones once, and persistent buffers as `model.<name>`; under FSDP, this process's
     shards. Frozen parameters, which dwarf adapters, are left out: `build_model` restores them."""
-    unwrapped = extract_model_from_parallel(model)
+    unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
     # has the persistent buffers, including those of frozen weights, such as the scales of 4-bit weights
     state = unwrapped.state_dict()
     trained = {f"model.{name}": weight for name, weight in unwrapped.named_parameters() if weight.requires_grad}

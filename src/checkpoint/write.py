@@ -130,7 +130,7 @@ class StorageWriter(dcp.HuggingFaceStorageWriter):
             raise OSError(f"{self.folder} is not on this machine: share output_dir, or set checkpoint.mirror")
         tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         offsets = {i.index.fqn: {"saved_offsets": i.tensor_data.chunk.offsets} for i in plan.items if i.tensor_data}
-        # which DCP writes into each file, and expects when reading
+        # DCP writes the first two into each file, and expects them when reading
         header = {"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
         with as_user_error(f"{self.folder / shard} cannot be written, "):
             save_file(tensors, self.folder / shard, header)

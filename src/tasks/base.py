@@ -39,7 +39,7 @@ Indices = np.ndarray | range
 Table = list[dict[str, Any]]
 """Rows with the same keys and JSON values."""
 Columns = dict[str, list[Any]]
-"""Columns of a table by name, as long as each other."""
+"""Columns of a table by name, all of the same length."""
 Counts = dict[str, float]
 """Counts of a batch, a step or a run, by name."""
 Metrics = dict[str, float]

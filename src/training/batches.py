@@ -179,7 +179,7 @@ def examples_in_cache(run: Run, stop: StopSignal) -> int:
     layers = []
 
     def measure(_layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        layers.append(sum(tensor.nbytes for tensor in tensors_in((args, kwargs, output))))
+        layers.append(sum(leaf.nbytes for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)))
 
     # the last example: where texts are sorted by length, the longest
     batch = _copy(fetch_batch(run.task, run.eval_set, [len(run.eval_set) - 1]), run.device)
@@ -193,11 +193,6 @@ def examples_in_cache(run: Run, stop: StopSignal) -> int:
     # machines may differ: all take the main process's number
     agreed, _ = stop.begin_sum({"examples": float(run.is_main * (share // max(layers)))})()
     return int(agreed["examples"])
-
-
-def tensors_in(data: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in order."""
-    return [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
 
 
 def cache_size(device: torch.device) -> int:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+from torch import Tensor
 
 from src.config.errors import UserError
 from src.tasks.base import Counts
-from src.training.batches import MicroBatch, TrainStep, tensors_in
+from src.training.batches import MicroBatch, TrainStep
 from src.training.optim import lr_at
 from src.training.progress import StepResult
 from src.training.run import Run
@@ -93,3 +94,11 @@ class CapturedStep:
         (self._loss,), self._norm = result.losses, result.norm
         # train_step has counted the step, but its kernels did not run
         run.progress.step = step
+
+
+def tensors_in(data: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and mappings, in order, as the signature and the captured copy have
+    them: also in those that pytree does not know, such as a tokenizer's BatchEncoding."""
+    found: list[Tensor] = []
+    recursively_apply(found.append, data)
+    return found
