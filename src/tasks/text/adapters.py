@@ -35,8 +35,9 @@ def add_adapters(
     if absent := [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in layers)]:
         raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
     # the layers after the base model, and a pooler, may be new: they are trained as they are
-    new = rf"(?!{model.base_model_prefix}\.).*|.*\bpooler\b.*" if has_new_head else "(?!)"
-    if any(hasattr(layer, "quant_state") for name, layer in model.named_modules() if re.fullmatch(new, name)):
+    new = rf"(?!{model.base_model_prefix}\.).*|.*\bpooler\b.*" if has_new_head else None
+    is_new = re.compile(new or "(?!)").fullmatch
+    if any(hasattr(layer, "quant_state") for name, layer in model.named_modules() if is_new(name)):
         says = f"bitsandbytes would quantize the head of {type(model).__name__}, which is trained"
         raise UserError(f"task.lora.base_dtype=nf4: {says}: use task.lora.base_dtype=bf16")
     name = model.name_or_path
@@ -49,10 +50,10 @@ def add_adapters(
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules or "all-linear",
-        exclude_modules="|".join(filter(None, [lora.exclude_modules, new])),
+        exclude_modules="|".join(filter(None, [lora.exclude_modules, new])) or None,
         trainable_token_indices=trained_rows,
     )
-    trained = [weight for name, weight in model.named_parameters() if re.fullmatch(new, name)]
+    trained = [weight for name, weight in model.named_parameters() if is_new(name)]
     with warnings.catch_warnings():
         merges = lora.merge or has_new_head
         warnings.filterwarnings("error" if merges else "ignore", "Model has `tie_word_embeddings=True`")
