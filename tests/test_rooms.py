@@ -1,5 +1,6 @@
 """docs/make-it-yours.md: what a copy does not need goes, in any order."""
 
+import json
 import random
 import re
 import shutil
@@ -183,3 +184,18 @@ def test_the_smallest_copy_learns_the_digits_and_resumes_exactly(launch: Launch,
     resumed = launch(*arguments, folder=folder, project=project).succeeded()
     assert "after step 100, from" in resumed.stdout
     assert_same_run(resumed, whole)
+
+
+def test_the_smallest_copy_with_text_trains_a_language_model(launch: Launch, tmp_path: Path) -> None:
+    """Without streaming, --check, machines and the rest."""
+    project = copy_to(tmp_path / "project")
+    throw_out({*ROOMS} - {"text"}, project)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": f"one, two, {number}"}) + "\n" for number in range(40)))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = [f"--task.architecture.{name}={value}" for name, value in ({"model_type": "llama"} | sizes).items()]
+    text = ("--task.name=causal_lm", f"--task.dataset={data}", "--task.sequence_length=32", *model)
+    run = launch("cpu", *text, "--max_steps=20", "--optim.lr=1e-2", "--log_every=1", project=project).succeeded()
+    assert run.losses[-1] < run.losses[0] - 1
+    assert run.summary["eval/loss"] < run.losses[0] - 1
+    assert (run.folder / "model" / "tokenizer.json").exists()
