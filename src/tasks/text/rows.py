@@ -46,6 +46,15 @@ class Record(NamedTuple):
     lines: int = 1
 
 
+class Note(NamedTuple):
+    """Tells about a row that cannot be used, or has several lines."""
+
+    place: str
+    reason: str
+    """Why it cannot be used; empty if it can."""
+    lines: int
+
+
 Encoder = Callable[[Any], str | None]
 """Returns a value as the text to keep; raises a ValueError that says why it cannot be used."""
 Encoders = Mapping[str, Encoder]
@@ -54,8 +63,7 @@ ROW = "the row as text"
 """Name of a last column that no file has. Its encoder gets the values of the others, encoded, by column, and what it
 returns is all that is kept of them."""
 NOTE = "what is noted about this row"
-"""Name of a column that is added to those of the data: null, or, if a row cannot be used or has several lines, the JSON
-of a list: where it is, why it cannot be used, and how many lines it has."""
+"""Name of a column that is added to those of the data: a Note as JSON, or null."""
 CODE = [file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py"))]
 """The source code that makes the cached tables: when it changes, they are made again."""
 BLOCK = 1024
@@ -366,13 +374,20 @@ def text_rows(split: Split, encoders: Encoders, desc: str) -> Dataset:
                     for number, row, reason, lines in chain(head, () if mistakes else records):
                         progress.update()
                         encoded, reason = encode_row(row, reason, encoders)
-                        note = json.dumps([place_of(file, number), reason, lines]) if reason or lines > 1 else None
-                        yield dict.fromkeys(features) | encoded | {NOTE: note}
+                        note = Note(place_of(file, number), reason, lines)
+                        noted = json.dumps(note) if reason or lines > 1 else None
+                        yield dict.fromkeys(features) | encoded | {NOTE: noted}
                 except UserError as error:
                     mistakes += error.args
         raise_if_any(mistakes)
 
     return cached_table(rows, [split.version, encoders], features)
+
+
+def notes_of(table: Dataset) -> dict[int, Note]:
+    """Return the notes in a table from `text_rows`, by row."""
+    notes = enumerate(table.data.column(NOTE).to_pylist())
+    return {row: Note(*json.loads(note)) for row, note in notes if note}
 
 
 def cached_table(rows: Callable[[], Iterator[Row]], key: Any, features: Features | None = None) -> Dataset:

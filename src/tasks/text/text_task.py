@@ -1,8 +1,6 @@
 """What text tasks share: a dataset on the Hub or in files, its splits, and the rows to train and to evaluate on."""
 
-import json
 import sys
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +21,7 @@ from src.tasks.text.rows import (
     Split,
     content_digest,
     missing_columns,
+    notes_of,
     open_files,
     text_rows,
     write_parquet,
@@ -95,18 +94,20 @@ class TextTask(TextSettings, Task):
         where = PART_NAMES[part]
         require_columns(encoders, split, where)
         table = text_rows(split, encoders, f"reading {where}")
-        notes = {i: json.loads(note) for i, note in enumerate(table.data.column(NOTE).to_pylist()) if note}
-        if is_first() and (longest := max(notes.values(), key=itemgetter(2), default=("", "", 1)))[2] > 1:
-            num_lines = len(table) + sum(lines - 1 for *_, lines in notes.values())
+        notes = notes_of(table)
+        if is_first() and (spanning := [note for note in notes.values() if note.lines > 1]):
+            longest = max(spanning, key=lambda note: note.lines)
+            num_lines = len(table) + sum(note.lines - 1 for note in spanning)
             count = f"{num_lines:,} lines hold {len(table):,} rows: some quoted cells span lines"
-            say(f"{where}: {count}; the longest row has {longest[2]:,}, from {longest[0]}", file=sys.stderr)
-        table, bad = table.remove_columns(NOTE), {i: note for i, note in notes.items() if note[1]}
+            say(f"{where}: {count}; the longest row has {longest.lines:,}, from {longest.place}", file=sys.stderr)
+        bad = {row: note for row, note in notes.items() if note.reason}
         if bad and (self.bad_rows == "refuse" or len(bad) == len(table)):
-            place, reason, _ = next(iter(bad.values()))
-            says = reason.encode(errors="backslashreplace").decode()  # it may quote bytes that are not UTF-8
+            first, *_ = bad.values()
+            reason = first.reason.encode(errors="backslashreplace").decode()  # it may quote bytes that are not UTF-8
             count = f"{len(bad):,} of {len(table):,} rows in {where} cannot be used"
-            raise UserError(f"{place}: {says}; {count}: fix them, {SKIP}")
+            raise UserError(f"{first.place}: {reason}; {count}: fix them, {SKIP}")
         self._skipped_rows[part] += len(bad)
+        table = table.remove_columns(NOTE)
         return table.select(np.setdiff1d(np.arange(len(table)), [*bad])) if bad else table
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
@@ -122,7 +123,7 @@ class TextTask(TextSettings, Task):
         """Return how many rows are held out for evaluation. Raise a UserError if there are too few."""
         size = round(num_rows * self.eval_fraction)
         if not 0 < size < num_rows:
-            says = f"too few rows ({num_rows}) to hold out {self.eval_fraction:.0%} for evaluation"
+            says = f"too few rows ({num_rows}) to hold out {100 * self.eval_fraction:g}% for evaluation"
             raise UserError(f"task.dataset={dataset}: {says} (task.eval_fraction)")
         return size
 
