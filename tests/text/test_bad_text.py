@@ -130,6 +130,19 @@ DATA: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"a.jsonl": [{"text": 1}] * 20}, (*NEW, SKIP), "a.jsonl, line 1: text is int, not text; 20 of 20 rows in the *"),
     ({"a.jsonl": [{"messages": CHAT[:1]}] * 20}, NEW, "task.dataset=a.jsonl: the training data has nothing to pre*"),
     ({"a.csv": "text,text\na,b\n"}, NEW, "a.csv: cannot be read: two columns are called text"),
+    ({"a.csv": "one,even\n" * 9}, (*NEW, "column_names=[x, x]"), "a.csv: cannot be read: two columns are called x"),
+    # Tried without: a file that lacks the column is left out without a word.
+    (
+        {"data/train_a.parquet": ROWS, "data/train_b.parquet": [{"txt": "a"}] * 9}, (*NEW, TEXT),
+        "data/train_b.parquet: no column text, which other files have",
+    ),
+    ({"a.csv": "text,label\none\n"}, BERT, "a.csv, line 2: label is empty; 1 of 1 rows *"),
+    ({"a.json": b"{\n{\n" + b'{"text": "a"}\n\n' * 9}, (*NEW, TEXT), "a.json, row 1: is not a JSON *; 2 of 11 rows *"),
+    (
+        {"data/README.md": "---\nconfigs:\n- config_name: default\n  data_files: notes.md\n---\n",
+         "data/notes.md": "a", "data/train.jsonl": ROWS}, NEW,
+        "task.dataset=data: its README.md names *notes.md, which is not a data file in it",
+    ),
     # A stray quote. Lines are those of the file.
     ({"a.csv": 'text,label\na,x\n"b,x\nc,x\n'}, NEW, "a.csv, line 3: has a quote that is never closed; 1 of 2 rows *"),
     ({"a.jsonl": '{"text": "a"}\n\n' * 9 + '{"text"'}, NEW, "a.jsonl, line 19: is not a JSON object: *; 1 of 10 *"),

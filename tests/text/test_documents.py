@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
+from pyarrow import parquet
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors, trainers
 from tokenizers import models as kinds
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
@@ -503,6 +505,14 @@ def test_tokenizing_and_cutting_are_done_once(tmp_path: Path, monkeypatch: pytes
     assert others > more
     monkeypatch.setattr("src.tasks.text.rows.CODE", ["a change of it"])
     assert read()[1] > others
+
+
+def test_columns_that_are_not_read_may_have_anything() -> None:
+    """Such as Postgres' infinity, a date beyond the year 9999. Tried without: the file is read six times, in vain."""
+    rows = pa.table({"text": ["one"] * 20, "at": pa.array([2**63 - 1] * 20, pa.timestamp("us"))})
+    parquet.write_table(rows, "rows.parquet")
+    task = tiny.task(dataset="rows.parquet", packing=False)
+    assert [len(part) for part in task.build_datasets()] == [18, 2]
 
 
 def test_a_share_is_kept_for_evaluation_the_same_in_each_run() -> None:
