@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TextIO
 
 import datasets
 import fsspec
+import numpy as np
 import pyarrow as pa
 from datasets import ClassLabel, Dataset, Features, Json, List, Value
 from datasets.exceptions import DatasetGenerationError
@@ -386,8 +387,9 @@ def text_rows(split: Split, encoders: Encoders, desc: str) -> Dataset:
 
 def notes_of(table: Dataset) -> dict[int, Note]:
     """Return the notes in a table from `text_rows`, by row."""
-    notes = enumerate(table.data.column(NOTE).to_pylist())
-    return {row: Note(*json.loads(note)) for row, note in notes if note}
+    notes = table.data.column(NOTE)
+    noted = np.flatnonzero(notes.is_valid().to_numpy())
+    return {row: Note(*json.loads(notes[row].as_py())) for row in noted.tolist()}
 
 
 def cached_table(rows: Callable[[], Iterator[Row]], key: Any, features: Features | None = None) -> Dataset:
