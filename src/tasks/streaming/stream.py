@@ -11,13 +11,12 @@ from threading import Thread
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset
 from datasets.fingerprint import Hasher
 
 from src.tasks.streaming.cache import TokenCache
 from src.tasks.streaming.index import Source
 from src.tasks.streaming.order import Cut, Epoch, order_epoch
-from src.tasks.text.packing import ChunkLists, best_fit
+from src.tasks.text.packing import Chunk, ChunkLists, best_fit
 
 WIDENING = 1.02
 """Factor by which sequences are lengthened until a window's chunks fit into them."""
@@ -102,8 +101,7 @@ class Stream:
             sequences = packed(chunks["length"].to_numpy(), self.capacity, count, is_last)
         if not is_last:
             self._left[number] = chunks.take([*chain.from_iterable(sequences[count:])])
-        columns = Dataset(chunks, fingerprint="").with_format("numpy", dtype=np.int32)[:]
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = as_chunks(chunks)
         return [[rows[i] for i in sequences[place]] for place in random.permutation(count)]
 
     def ends_span(self, number: int) -> bool:
@@ -117,6 +115,15 @@ class Stream:
         if number not in self._left:
             self.read_window(number)
         return self._left[number]
+
+
+def as_chunks(table: pa.Table) -> list[Chunk]:
+    """Return the rows of a table, with lists as arrays. `datasets` would take 43 us for each, three times as long."""
+    columns = (
+        [value.values.to_numpy() for value in column] if pa.types.is_list(column.type) else column.to_pylist()
+        for column in table.columns
+    )
+    return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def packed(lengths: np.ndarray, capacity: int, count: int, is_last: bool) -> list[list[int]]:
