@@ -79,6 +79,7 @@ def says(kind: type[Exception], does: Callable[[], Any]) -> str:
     return str(error.value).replace(f"{Path.cwd()}/", "")
 
 
+DAMAGED = content(".parquet", ROWS, {"huggingface": b"{"})
 NO_PARQUET = "cannot be read: Parquet magic bytes not found in footer. *"
 BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     **{
@@ -91,6 +92,10 @@ BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "a shard without it": (
         {"a/x.parquet": ROWS, "a/y.parquet": [{"txt": "a"}]}, {}, "a/y.parquet: no column text, which other files have",
+    ),
+    "damaged metadata beside a file that is well": (
+        {"a/x.parquet": ROWS, "a/y.parquet": DAMAGED}, {},
+        "a/y.parquet: cannot be read: its metadata are not those of `datasets`: *",
     ),
     "too few rows": ({"a/x.jsonl": ROWS[:4]}, {}, "task.dataset=a: too few rows (4) to hold out 10% for evaluation *"),
     "raw text unpacked": ({"a/x.jsonl": ROWS}, {"packing": False}, "task.packing=false: streamed text *"),

@@ -56,15 +56,15 @@ def saved(
     return folder
 
 
-def content(name: str, rows: Any) -> bytes:
-    """A file of these rows: parquet with 25 in a group, or a line for each, of JSON unless it is bytes already; or of
-    this text."""
+def content(name: str, rows: Any, metadata: Any = None) -> bytes:
+    """A file of these rows: parquet with 25 in a group and this metadata, or a line for each, of JSON unless it is
+    bytes already; or of this text."""
     if isinstance(rows, str | bytes):
         return rows.encode() if isinstance(rows, str) else rows
     if name.endswith(".parquet"):
         sink = pa.BufferOutputStream()
         table = pa.Table.from_pylist(rows) if rows else pa.table({"text": pa.array([], pa.string())})
-        parquet.write_table(table, sink, row_group_size=25, compression="none")
+        parquet.write_table(table.replace_schema_metadata(metadata), sink, row_group_size=25, compression="none")
         return sink.getvalue().to_pybytes()
     return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
 

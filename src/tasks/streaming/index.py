@@ -30,10 +30,10 @@ from src.tasks.text.rows import (
     cached_table,
     columns_of,
     declared_features,
-    missing_columns,
     read_batches,
     read_file,
     read_jsonl,
+    require_file_columns,
 )
 
 EXTENSIONS = (".jsonl", ".parquet")
@@ -96,16 +96,18 @@ class Source:
 def index_file(file: tuple[str, str], block_rows: int, encoders: Encoders) -> list[Block] | str:
     """Return the blocks of a file, given with its version, or why it cannot be used."""
     url, version = file
-    index = index_parquet if is_parquet(url) else index_jsonl
 
     def read() -> list[Block]:
         with fsspec.open(url, "rb") as opened:
-            blocks = [block | {"file": url, "version": version} for block in index(opened, block_rows)]
-            # reading a row of a .parquet file would read all of a row group
-            names = parquet.read_schema(opened).names if is_parquet(url) else columns_of(islice(read_file(url), BLOCK))
-        if blocks and (missing := missing_columns(encoders, names)):
-            raise UserError(f"{url}: no column {missing}, which other files have")
-        return blocks
+            if is_parquet(url):  # without its rows: one of them would be read with its row group
+                footer = parquet.ParquetFile(opened)
+                declared_features(footer.schema_arrow)
+                blocks, names = [*index_parquet(footer.metadata, block_rows)], footer.schema_arrow.names
+            else:
+                blocks, names = [*index_jsonl(opened, block_rows)], columns_of(islice(read_file(url), BLOCK))
+        if blocks:
+            require_file_columns(encoders, names, url)
+        return [block | {"file": url, "version": version} for block in blocks]
 
     try:
         return with_retries(url, read)
@@ -118,9 +120,8 @@ def is_parquet(file: str) -> bool:
     return file.lower().endswith(".parquet")
 
 
-def index_parquet(opened: Any, block_rows: int) -> Iterator[Block]:
+def index_parquet(metadata: parquet.FileMetaData, block_rows: int) -> Iterator[Block]:
     """Yield the blocks of a .parquet file, which divide up its row groups."""
-    metadata = parquet.ParquetFile(opened).metadata
     digest, line = Hasher.hash(metadata.to_dict()), 1
     for group in range(metadata.num_row_groups):
         found = metadata.row_group(group)

@@ -28,7 +28,7 @@ from src.tasks.text.text_task import Opened, require_columns
 
 HELD_OUT = 1000
 """Maximum number of rows held out from the end of streamed data for evaluation, if it has no split for that."""
-BLOCKS = 16
+MIN_BLOCKS = 16
 """Blocks in a window, at least."""
 SPAN, SPAN_ROWS = 32, 65_536
 """Windows whose leftovers the last of them takes: so many, or more if they are small. A run that is resumed on another
@@ -87,7 +87,7 @@ class StreamedLM(StreamedLMSettings, CausalLM):
     @property
     def block_rows(self) -> int:
         """Return the maximum number of rows in a block."""
-        return max(1, min(BLOCK, self.shuffle_window // BLOCKS))
+        return max(1, min(BLOCK, self.shuffle_window // MIN_BLOCKS))
 
     def stream(self, sources: Sequence[Source], cache: TokenCache) -> Stream:
         """Return the training set: sequences of chunks of the sources' rows."""

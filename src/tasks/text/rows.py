@@ -48,7 +48,7 @@ class Record(NamedTuple):
 
 
 class Note(NamedTuple):
-    """Tells about a row that cannot be used, or has several lines."""
+    """Holds what is noted about a row that cannot be used, or has several lines."""
 
     place: str
     reason: str
@@ -349,6 +349,12 @@ def missing_columns(encoders: Encoders, names: Iterable[str]) -> str:
     return " nor ".join(name for name in absent if not is_optional(encoders[name]))
 
 
+def require_file_columns(encoders: Encoders, names: Iterable[str], file: str) -> None:
+    """Raise a UserError if a file with these columns lacks one."""
+    if missing := missing_columns(encoders, names):
+        raise UserError(f"{file}: no column {missing}, which other files have")
+
+
 def is_optional(encode: Any) -> bool:
     """Return whether a column with this encoder may be missing."""
     try:
@@ -370,8 +376,8 @@ def text_rows(split: Split, encoders: Encoders, desc: str) -> Dataset:
                 try:
                     records = split.read(file, [*encoders])
                     head = [*islice(records, BLOCK)]
-                    if head and (missing := missing_columns(encoders, columns_of(head))):
-                        raise UserError(f"{file}: no column {missing}, which other files have")
+                    if head:
+                        require_file_columns(encoders, columns_of(head), file)
                     for number, row, reason, lines in chain(head, () if mistakes else records):
                         progress.update()
                         encoded, reason = encode_row(row, reason, encoders)
