@@ -52,7 +52,7 @@ test-oldest:  ## run the same tests with the oldest versions allowed
 	@UV_RESOLUTION=lowest-direct $(MAKE) --no-print-directory test VENV=.venv-oldest
 
 testall: setup  ## run all tests, the slow ones too: two hours
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=plan/tests/gpu -n logical --maxprocesses=4 \
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=tests/plan/gpu -n logical --maxprocesses=4 \
 		--dist=worksteal $(ARGS)
 
 test-machines: setup  ## run the multi-machine tests, as root, with Slurm  # room: machines

@@ -9,7 +9,7 @@ DIR/MNIST/raw; without it, random images take its place, and accuracy is not ask
 
     python -m benchmarks.gpu --smoke
 
-tries each line with tiny models, also on an emulated GPU (plan/tests/gpu/build.py): its speeds mean nothing.
+tries each line with tiny models, also on an emulated GPU (tests/plan/gpu/build.py): its speeds mean nothing.
 """
 
 import argparse

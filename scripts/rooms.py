@@ -15,14 +15,14 @@ import sys
 from pathlib import Path
 
 FILES = {
-    "check": "src/check src/config/check.py tests/check tests/text/test_check.py tests/text/split_faults.py"
+    "check": "src/check src/config/check.py tests/check tests/check/test_text.py tests/check/split_faults.py"
     " docs/check.md",
     "cpu": "src/distributed/cpu.py",
     "machines": "src/distributed/machines.py src/checkpoint/mirror.py src/config/mirror.py launchers tests/machines"
-    " tests/test_mirror.py tests/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
+    " tests/machines/test_mirror.py tests/machines/mirror_kills.py accelerate_configs/multi_node_*.yaml docs/machines.md",
     "plan": "plan src/tools/plan.py benchmarks/gpu* .github/ISSUE_TEMPLATE/gpu.yml",
-    "report": "src/tracking/report.* src/tracking/plots.* tests/test_report.py docs/report.png",
-    "streaming": "src/tasks/streaming tests/text/test_streaming*.py tests/text/test_reading.py docs/streaming.md"
+    "report": "src/tracking/report.* src/tracking/plots.* tests/core/test_report.py docs/report.png",
+    "streaming": "src/tasks/streaming tests/text/test_streaming*.py tests/streaming/test_reading.py docs/streaming.md"
     " benchmarks/streaming.py",
     "text": "src/tasks/text src/tasks/streaming tests/text"
     " configs/chat_*.yaml configs/pretrain.yaml configs/classify.yaml sweeps/pretrain.yaml sweeps/classify.yaml"
@@ -31,16 +31,16 @@ FILES = {
     " examples/make_pairs.py examples/make_sentences.py src/tools/generate.py docs/transformers.md plan/four_bits.py"
     " plan/benchmarks plan/figures.md",
     "tools": "src/tools/checkpoints.py src/tools/evaluate.py src/tools/generate.py src/tracking/next_step.py"
-    " src/checkpoint/load.py tests/test_evaluate.py tests/text/test_tools.py",
+    " src/checkpoint/load.py tests/core/test_evaluate.py tests/text/test_tools.py",
     "trackers": "src/tracking/accelerate_trackers.py",
     "wandb": "src/tracking/wandb.py src/config/wandb.py sweeps",
-    "benchmarks": "benchmarks docs/figures.md tests/test_benchmarks.py plan/benchmarks plan/figures.md"
-    " plan/tests/gpu/test_benchmark.py",
-    "course": "docs/learn tests/test_learn.py",
+    "benchmarks": "benchmarks docs/figures.md tests/pages/test_benchmarks.py plan/benchmarks plan/figures.md"
+    " tests/plan/gpu/test_benchmark.py",
+    "course": "docs/learn tests/pages/test_learn.py",
     "examples": "examples/__init__.py examples/dpo.py examples/*_*.py examples/*.yaml"
-    " tests/test_examples.py tests/test_optuna_sweep.py tests/text/test_examples.py",
+    " tests/tasks/test_examples.py tests/tasks/test_optuna_sweep.py tests/tasks/test_text_examples.py",
     "template": "scripts/new* scripts/stubs scripts/take_pictures.py tests/check tests/faults tests/machines"
-    " tests/text tests/test_*.py tests/mirror_kills.py tests/s3.py tests/tasks.py plan/tests plan/gpu.mk plan/gpu.md"
+    " tests/text tests/test_*.py tests/machines/mirror_kills.py tests/s3.py tests/curves.py tests/plan plan/gpu.mk plan/gpu.md"
     " src/tools/plan.py .github/ISSUE_TEMPLATE .github/workflows/locked.yml .ci CITATION.cff CONTRIBUTING.md"
     " SECURITY.md docs/accelerate.md docs/promises.md docs/report.png docs/run.svg uv.lock",
 }
@@ -61,7 +61,7 @@ ABOUT = {
 SHARED = {
     "src/tracking/records.py": {"report", "examples"},
     "src/config/trackers.py": {"wandb", "trackers"},
-    "tests/test_trackers.py": {"wandb", "trackers"},
+    "tests/core/test_trackers.py": {"wandb", "trackers"},
     "tests/s3.py": {"machines", "streaming"},
     "scripts/rooms.py": {*FILES},
     "docs/after-training.md": {"text", "tools"},

@@ -1,4 +1,4 @@
-"""The modules behind train.py, in eight folders. Each imports only from those below it (tests/test_ladder.py)."""
+"""The modules behind train.py, in eight folders. Each imports only from those below it (tests/core/test_ladder.py)."""
 
 import logging
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests.curves import ONE_ULP
 from tests.faults.runs import SHORT, killed_and_resumed
 from tests.launching import WARM, Launch, Run, Whole, launched
-from tests.tasks import ONE_ULP
 
 if "TESTS_USE_GPUS" not in os.environ:  # tests are the same on a machine that has one
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -13,6 +13,8 @@ import torch
 import yaml
 
 from src.training import batches
+from tests.core.test_parity import TASKS
+from tests.curves import Short, cells
 from tests.faults.runs import (
     ALL,
     TINY,
@@ -28,8 +30,6 @@ from tests.faults.runs import (
     whole_tensors,
 )
 from tests.launching import Launch, Rounding, Whole
-from tests.tasks import Short, cells
-from tests.test_parity import TASKS
 from train import run_settings
 
 SMOOTH = ("--task.dropout=0", "--optim.lr=1e-4", *ALL)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.core.test_parity import DIGITS, TASKS, assert_same_curve
 from tests.faults.runs import SHORT, assert_same_run, checkpoints
 from tests.launching import Launch, Rounding, Run, Started, Whole, launch_words, slow
 from tests.machines.hosts import Network, why_not
-from tests.test_parity import DIGITS, TASKS, assert_same_curve
 
 pytestmark = pytest.mark.machines
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

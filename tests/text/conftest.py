@@ -37,8 +37,13 @@ def trained(whole: Whole, shared: Path) -> Trained:
     return trained
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The current one, with a cache in it: the environment is read when `datasets` is imported, too late for it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(autouse=True)
+def _is_in_own_folder(own_folder: None) -> None:
+    """Each test of text is."""

@@ -9,8 +9,8 @@ import pytest
 
 from examples.weights import MODELS, WEIGHTS, fetch
 from src.config.errors import UserError
+from tests.curves import Short
 from tests.launching import PROJECT
-from tests.tasks import Short
 from tests.text import tiny
 
 EARLY = (

@@ -18,9 +18,9 @@ from src.tasks.base import ContextParallel
 from src.tasks.text.attention import document_attention, document_lengths
 from src.tasks.text.context_parallel import ulysses_attention
 from src.tasks.text.trial import require_splittable
+from tests.core.test_parity import assert_same_curve
 from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import Launch, Rounding, Whole, slow
-from tests.test_parity import assert_same_curve
 from tests.text.conftest import Trained
 from tests.text.tasks import TEXT, of, over
 

@@ -38,7 +38,7 @@ class Waits(TorchDispatchMode):
 
 
 def test_a_step_of_four_micro_batches_asks_only_whether_it_is_finite(launch: Launch, tmp_path: Path) -> None:
-    """Not even that on a GPU, where AdamW leaves out a step by itself: plan/tests/gpu/test_null.py. Tried with the
+    """Not even that on a GPU, where AdamW leaves out a step by itself: tests/plan/gpu/test_null.py. Tried with the
     masked attention: 4 more. Tried with `max_grad_norm / norm.item()`: one more."""
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 80)

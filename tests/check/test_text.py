@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.check.split_faults import FAULTS
 from tests.check.test_check import assert_all_is_well, rows
 from tests.launching import QUIET, Launch, slow
-from tests.text.split_faults import FAULTS
 from tests.text.tasks import TEXT, over
 from tests.text.tiny import NEW_LLAMA, questions
 
+pytestmark = pytest.mark.usefixtures("own_folder")
 TASK = ("--task.name=causal_lm", "--task.sequence_length=64")
 FACTORS = "{rope_type: longrope, rope_theta: 1e4, short_factor: [1, 1, 1, 1], long_factor: [1.1, 4, 20, 60]}"
 LONGROPE = (
@@ -47,7 +48,7 @@ def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, tm
     output, data = tmp_path / "found.json", questions(tmp_path / "questions.jsonl", rows=24)
     task = (*TASK, f"--task.dataset={data}", *NEW_LLAMA)
     arguments = (*task, "--global_batch_size=8", "--micro_batch_size=2", "--task.eval_from=last", *QUIET)
-    words = (str(output), "tests.text.split_faults", which, *arguments)
+    words = (str(output), "tests.check.split_faults", which, *arguments)
     launch("fsdp_cp", *words, script="tests/check/examine.py", **over(1, 2)).succeeded()
     found = json.loads(output.read_text())
     for fault in [fault for fault in FAULTS if fault.yaml == which]:

@@ -21,7 +21,7 @@ TARGETS = {
     for file in (PROJECT / "Makefile", *PROJECT.glob("*/*.mk"))
     for target in re.findall(r"^([a-z-]+):", file.read_text(), re.MULTILINE)
 }
-TESTS = [*PROJECT.glob("tests/**/test_*.py"), *PROJECT.glob("plan/tests/**/test_*.py")]
+TESTS = [*PROJECT.glob("tests/**/test_*.py"), *PROJECT.glob("tests/plan/**/test_*.py")]
 
 
 def read(name: str) -> str:
@@ -116,7 +116,7 @@ def test_each_test_is_in_one_part_of_the_nightly_run() -> None:
     """Tried without `make testall ARGS=tests/faults`, and with a part twice."""
     parts = find(r"make testall ARGS='?([^\s']+)", ".github/workflows/test.yml")
     files = [file for part in parts for path in PROJECT.glob(part) for file in (*path.glob("**/test_*.py"), path)]
-    elsewhere = {*PROJECT.glob("plan/tests/gpu/test_*.py"), *PROJECT.glob("tests/machines/test_*.py")}
+    elsewhere = {*PROJECT.glob("tests/plan/gpu/test_*.py"), *PROJECT.glob("tests/machines/test_*.py")}
     expected = {*TESTS} - elsewhere
     assert sorted(file for file in files if file.is_file()) == sorted(expected)
 

@@ -26,8 +26,8 @@ from examples.tabular_regression import TabularRegression
 from src.config.errors import UserError
 from src.config.terminal import BIN
 from src.training.evaluation import evaluate_on_one_process
+from tests.curves import Short
 from tests.launching import Launch, Rounding, Whole, needs, slow
-from tests.tasks import Short
 from train import run_settings
 
 STEPS = ("--max_steps=4", "--save_every=2", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py

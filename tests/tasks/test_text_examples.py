@@ -21,10 +21,11 @@ from examples.dpo import Dpo
 from examples.token_classification import TokenClassification
 from src.checkpoint.tensors import saved_tensors
 from src.config.errors import UserError
+from tests.curves import Short
 from tests.launching import Launch, Run, Whole, needs, slow
-from tests.tasks import Short
 from tests.text import tiny
 
+pytestmark = pytest.mark.usefixtures("own_folder")
 RESULTS = {"pairs": ("eval/accuracy", 0.95), "tags": ("eval/f1", 0.9)}
 WATCH = """
 import torch

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.curves import Short, cells
 from tests.launching import MNIST, Launch, Rounding, Run, Whole
-from tests.tasks import Short, cells
-from tests.test_examples import IMAGES_AND_TABLES  # room: examples
+from tests.tasks.test_examples import IMAGES_AND_TABLES  # room: examples
+from tests.tasks.test_text_examples import PAIRS_AND_TAGS  # room: text+examples
 from tests.text.tasks import TEXT  # room: text
-from tests.text.test_examples import PAIRS_AND_TAGS  # room: text+examples
 
 # 1,438 digits make 22 windows of 64 and one of 30, of which two of four processes get 7: with micro-batches of 1, their
 # last is empty. 50 steps pass two such ends of an epoch. (The shift stays on: it must not depend on processes.)

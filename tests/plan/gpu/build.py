@@ -1,4 +1,4 @@
-"""`python -m plan.tests.gpu.build [--null] [--devices=4] COMMAND...` runs COMMAND on emulated GPUs, whose operators the
+"""`python -m tests.plan.gpu.build [--null] [--devices=4] COMMAND...` runs COMMAND on emulated GPUs, whose operators the
 CPU computes: the null GPU with emulated_gpu.cpp, compiled here. With --null, they only count kernels."""
 
 import argparse
@@ -43,7 +43,7 @@ def emulated_environment(devices: int = 1, **more: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m plan.tests.gpu.build")
+    parser = argparse.ArgumentParser(prog="python -m tests.plan.gpu.build")
     parser.add_argument("--null", dest="added", action="store_const", const=null_environment)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("command", nargs=argparse.REMAINDER)

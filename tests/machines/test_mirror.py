@@ -269,7 +269,7 @@ def test_a_machine_may_take_longer_than_the_timeout_to_copy(launch: Launch, tmp_
 def test_killed_at_any_moment_of_a_copy(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """What mirror_kills.py asserts. Tried with the manifest first: it counts."""
     state = whole("cpu", *ALL).folder / "checkpoints" / "step_00000012" / "state.json"
-    run = launch("cpu", str(tmp_path), str(state), script="tests/mirror_kills.py").succeeded()
+    run = launch("cpu", str(tmp_path), str(state), script="tests/machines/mirror_kills.py").succeeded()
     (line,) = lines(run, "killed ")
     _, kills, _, _, *steps = line.split()
     assert int(kills) >= 20

@@ -59,7 +59,7 @@ def steps_of(*arguments: str, steps: int = 5, processes: int = 0, cp_size: int =
             text = Path(folder, "text.txt")
             text.write_text("to be or not to be, that is the question. " * 8000)
             output.append(f"--task.dataset={text}")
-        command = [sys.executable, "-m", "plan.tests.gpu.probe", f"{folder}/probe.json", *output, *arguments]
+        command = [sys.executable, "-m", "tests.plan.gpu.probe", f"{folder}/probe.json", *output, *arguments]
         env = clean_environment(**added | environment)
         done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -132,7 +132,7 @@ def main(result: str, *arguments: str) -> None:
     os._exit(0)  # the other ranks would be waited for
 
 
-if __name__ == "__main__":  # python -m plan.tests.gpu.probe 1000 --config=configs/mnist_fast.yaml: what steps_of sees
+if __name__ == "__main__":  # python -m tests.plan.gpu.probe 1000 --config=configs/mnist_fast.yaml: what steps_of sees
     if "STEPS" in os.environ:
         main(*sys.argv[1:])
     print(steps_of(*sys.argv[2:], steps=int(sys.argv[1])))

@@ -38,7 +38,7 @@ def setup(yaml: str, gpus: int, arguments: Iterable[str], cp_size: int = 1) -> S
 
 def measured(*setups: Setup) -> list[dict[str, Any]]:
     """The results of `explore` for each, as JSON."""
-    program = "from plan.tests.planning import main; main()"
+    program = "from tests.plan.planning import main; main()"
     content = json.dumps([asdict(setup) | {"gpu": setup.gpu.model_dump()} for setup in setups])
     how: dict[str, Any] = {"cwd": PROJECT, "env": clean_environment(**environment_for(H100)), "timeout": SECONDS}
     done = subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, text=True, **how)

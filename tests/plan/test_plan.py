@@ -22,11 +22,11 @@ from plan.measure import Measured, Setup, environment_for, highest
 from plan.null_gpu import null_environment
 from plan.search import Row, explore, setups
 from plan.show import recommendation, table
-from plan.tests.planning import H100, SHAPE, llama, measured, setup
 from src.config.config import load_config
 from src.config.errors import UserError, raise_if_any
 from src.tasks import TASKS
 from tests.launching import BIN, PROJECT, QUIET, Launch, needs, run_command, slow
+from tests.plan.planning import H100, SHAPE, llama, measured, setup
 
 needs_text = needs("src/tasks/text/causal_lm.py")
 needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
@@ -157,7 +157,7 @@ def test_a_run_holds_what_the_plan_says(launch: Launch, tmp_path: Path, plan: Pl
 @pytest.mark.parametrize(("yaml", "processes"), [("ddp", 2), slow("fsdp", 2), slow("hsdp", 4)])
 def test_processes_send_what_a_run_sends(launch: Launch, tmp_path: Path, plan: Plan, yaml: str, processes: int) -> None:
     arguments = [*DIGITS, f"--output_dir={tmp_path}/run"]
-    run = launch(yaml, *arguments, script="plan/tests/planning.py", processes=processes).succeeded()
+    run = launch(yaml, *arguments, script="tests/plan/planning.py", processes=processes).succeeded()
     (sent,) = re.findall(r"([\d.]+) MB sent", run.stdout)
     work = plan(yaml, processes)["work"]
     megabytes = (work["sent within"] + work.get("sent between", 0)) / 1e6

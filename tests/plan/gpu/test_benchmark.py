@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from plan.tests.gpu.build import emulated_environment
 from tests.launching import PROJECT, Launch, needs, run_command
+from tests.plan.gpu.build import emulated_environment
 
 pytestmark = needs("benchmarks/gpu.py")
 IMPORTS = f"""

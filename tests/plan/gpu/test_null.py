@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from plan import null_gpu
-from plan.tests.gpu.probe import Probe, steps_of
 from tests.launching import PROJECT, needs
+from tests.plan.gpu.probe import Probe, steps_of
 
 MNIST = ("--task.source=digits",)
 SHAPE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -120,7 +120,7 @@ def test_fp8_computes_in_fp8() -> None:
 
 @of_text
 def test_the_table_of_peaks() -> None:
-    """docs/transformers.md, by torch's own allocator, within a hundredth; its 8B is in plan/tests/test_plan.py."""
+    """docs/transformers.md, by torch's own allocator, within a hundredth; its 8B is in tests/plan/test_plan.py."""
     page = (PROJECT / "docs/transformers.md").read_text()
     (cells,) = re.findall(r"^\| 1.1B, one GPU \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     probe = steps_of(*llama(4096, 4, TINYLLAMA), steps=3)

@@ -22,8 +22,8 @@ from playwright.sync_api import sync_playwright
 from src.config.errors import UserError
 from src.tracking.plots import draw_curves
 from src.tracking.report import Report, write_report
+from tests.core.test_tables import SHORT
 from tests.launching import PROJECT, Launch, Whole, slow
-from tests.test_tables import SHORT
 
 PIXEL = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4//8/AAX+Av6nNWCB"

@@ -35,7 +35,7 @@ from src.config.errors import UserError
 from src.config.settings import read_arguments
 from src.tasks import TASKS
 from tests.launching import BIN, PROJECT, hear_signals, wait
-from tests.test_kit import TARGETS, read
+from tests.pages.test_kit import TARGETS, read
 
 # ------------------------------------------------------------------------------------------------ what is printed
 PROGRAMS = "accelerate|hf|pip|python3?|tensorboard|trackio|wandb"

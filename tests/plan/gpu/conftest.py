@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from plan.tests.gpu.build import emulated_environment, reason_to_skip
 from tests.launching import Launch, WarmRanks
+from tests.plan.gpu.build import emulated_environment, reason_to_skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
