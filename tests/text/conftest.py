@@ -11,25 +11,25 @@ from tests.launching import Run, Whole
 from tests.text.tasks import LM, TEXT
 
 Trained = Callable[..., Run]
-"""Of the fixture `trained`."""
+"""Type of the fixture `trained`."""
 
 
 @pytest.fixture(scope="session")
 def made(shared: Path) -> Path:
-    """A folder of models and data which all of pytest's processes share. Leave them as they are."""
+    """A folder of models and data, shared by all of pytest's processes: read it only."""
     LM.ready(shared)
     return shared / LM.data.__name__
 
 
 @pytest.fixture(scope="session")
 def models(made: Path) -> Path:
-    """A folder with the models `llama` and `bert`, and others."""
+    """A folder with the models `llama`, `bert` and others: read it only."""
     return made / "models"
 
 
 @pytest.fixture(scope="session")
 def trained(whole: Whole, shared: Path) -> Trained:
-    """trained("lm", "fsdp"): a short run of this task of tests/text/tasks.py; the same for all who ask for it."""
+    """trained("lm", "fsdp"): a short run of this task of tests/text/tasks.py, the same for all tests that ask for it."""
 
     def trained(name: str, yaml: str = "alone", *arguments: str, **more: Any) -> Run:
         return TEXT[name].ready(shared).run(whole, yaml, *arguments, **more)
@@ -39,11 +39,11 @@ def trained(whole: Whole, shared: Path) -> Trained:
 
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current one, with a cache in it: the environment is read when `datasets` is imported, too late for it."""
+    """Make the test's own folder the current one, with a cache of `datasets` in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture(autouse=True)
 def _is_in_own_folder(own_folder: None) -> None:
-    """Each test of text is."""
+    """Give each test of text a folder of its own."""

@@ -10,26 +10,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-REVISION = f"(?:main|{'0' * 40})"
-FILE = re.compile(rf"(?:/datasets)?/([\w.-]+/[\w.-]+)/resolve/{REVISION}/(.+)")
-API = re.compile(rf"/api/(?:models|datasets)/([\w.-]+/[\w.-]+)(?:/(?:revision|tree)/{REVISION})?")
-ASKED = """
-import datasets, huggingface_hub
-from huggingface_hub import constants
-constants.HF_HUB_OFFLINE, constants.ENDPOINT, constants.HF_HUB_DISABLE_XET = False, {address!r}, True
-constants.HUGGINGFACE_CO_URL_TEMPLATE = {address!r} + "/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-constants.HF_HUB_CACHE, datasets.config.HF_DATASETS_CACHE = {home!r} + "/hub", {home!r} + "/datasets"
-datasets.config.HF_HUB_OFFLINE = False
-datasets.config.HF_ENDPOINT = huggingface_hub.hf_api.api.endpoint = {address!r}
-"""
+COMMIT = "0" * 40
+FILE = re.compile(rf"(?:/datasets)?/([\w.-]+/[\w.-]+)/resolve/(?:main|{COMMIT})/(.+)")
+API = re.compile(rf"/api/(?:models|datasets)/([\w.-]+/[\w.-]+)(?:/(?:revision|tree)/(?:main|{COMMIT}))?")
 
 
 @contextmanager
-def serving(folders: dict[str, Path], home: Path) -> Iterator[str]:
-    """Serve the folders by their names on the Hub. Yield code by which a process asks here, with caches in `home`."""
+def serving(folders: dict[str, Path], home: Path) -> Iterator[dict[str, str]]:
+    """Serve the folders by their names on the Hub. Yield the environment of a process that asks here, and has its
+    caches in `home`."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler(folders)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield ASKED.format(address=f"http://127.0.0.1:{server.server_port}", home=str(home))
+        yield {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(home),
+        }
         server.shutdown()
 
 
@@ -42,19 +39,18 @@ def handler(folders: dict[str, Path]) -> type[BaseHTTPRequestHandler]:
             {"type": "file", "path": file.name, "rfilename": file.name, "size": file.stat().st_size, "oid": "0"}
             for file in folders[name].iterdir()
         ]
-        return json.dumps(files if "/tree/" in path else {"id": name, "sha": "0" * 40, "siblings": files}).encode()
+        return json.dumps(files if "/tree/" in path else {"id": name, "sha": COMMIT, "siblings": files}).encode()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             try:
-                status, body, headers = 200, content(urlsplit(self.path).path), {}
+                status, body, headers = 200, content(urlsplit(self.path).path), {"X-Repo-Commit": COMMIT}
             except (LookupError, OSError, TypeError):
-                status, body, headers = 404, b"{}", {"X-Error-Code": "EntryNotFound"}
+                status, body, headers = 404, b"{}", {"X-Repo-Commit": COMMIT, "X-Error-Code": "EntryNotFound"}
             self.send_response(status)
             headers |= {"Content-Length": str(len(body)), "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
-            headers["X-Repo-Commit"] = "0" * 40
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()

@@ -28,7 +28,7 @@ END = "<|endoftext|>"
 
 
 def task(kind: Any = CausalLM, **settings: Any) -> Any:
-    """A task with these settings. A language model is a Llama from scratch, unless they name another one."""
+    """Return a task with these settings. A language model is a new Llama, unless they name a model."""
     if issubclass(kind, CausalLM):
         new = {} if "model" in settings else {"architecture": {"model_type": "llama", **LLAMA}}
         settings = {**new, "sequence_length": 64, **settings}
@@ -36,29 +36,29 @@ def task(kind: Any = CausalLM, **settings: Any) -> Any:
 
 
 def llama(folder: Path, seed: int = 0) -> Path:
-    """A causal language model with fresh weights, and the byte tokenizer."""
+    """Write a causal language model with fresh weights, and the byte tokenizer."""
     return saved("llama", folder, seed=seed, **LLAMA)
 
 
 def saved(
     kind: str, folder: Path, dtype: torch.dtype = torch.float32, file_size: str = "5GB", seed: int = 0, **fields: Any
 ) -> Path:
-    """A model of this kind with these fields of its config, fresh weights and the byte tokenizer."""
+    """Write a model of this kind with these fields of its config, fresh weights and the byte tokenizer."""
     tokenizer = byte_tokenizer()
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    known = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    known |= {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
     autos: dict[str, Any] = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM, "bart": AutoModelForSeq2SeqLM}
-    auto = autos.get(kind, AutoModelForCausalLM)
     torch.manual_seed(seed)
-    model = auto.from_config(AutoConfig.for_model(kind, **special | sizes | fields), dtype=dtype)
+    config = AutoConfig.for_model(kind, **known | fields)
+    model = autos.get(kind, AutoModelForCausalLM).from_config(config, dtype=dtype)
     model.save_pretrained(folder, max_shard_size=file_size)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def content(name: str, rows: Any, metadata: Any = None) -> bytes:
-    """A file of these rows: parquet with 25 in a group and this metadata, or a line for each, of JSON unless it is
-    bytes already; or of this text."""
+    """Return a file of these rows: parquet with 25 rows in a group and this metadata, or a line of JSON for each, where
+    bytes stay as they are. A text or bytes in place of rows are the whole file."""
     if isinstance(rows, str | bytes):
         return rows.encode() if isinstance(rows, str) else rows
     if name.endswith(".parquet"):
@@ -70,8 +70,8 @@ def content(name: str, rows: Any, metadata: Any = None) -> bytes:
 
 
 def write(files: dict[str, Any]) -> str:
-    """Write files with this `content` below the current folder; a mapping changes fields of the JSON that is there, and
-    None deletes the file. Return what they are all in."""
+    """Write files of this `content` into the current folder. A mapping changes fields of a JSON file, and None deletes
+    a file. Return the file or folder that the first one is in."""
     for name, rows in files.items():
         file = Path(name)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,25 +85,22 @@ def write(files: dict[str, Any]) -> str:
 
 
 def texts_of(samples: Any) -> list[str]:
-    """The documents that they show the model, in their order, without what stands for rows that were left out."""
+    """Return the texts of the documents in these samples, in order, without the empty ones of skipped rows."""
     chunks, decode = (chunk for sample in samples for chunk in sample if chunk["length"]), byte_tokenizer().decode
     return [str(decode(chunk["input_ids"], skip_special_tokens=True)) for chunk in chunks]
 
 
 def questions(file: Path, rows: int = 120) -> Path:
-    """Prompts of 1 to 8 words with completions of 1 to 12."""
+    """Write prompts of 1 to 8 words with completions of 1 to 12."""
     draw = random.Random(0)
-
-    def words(most: int) -> str:
-        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
-
-    lines = [{"prompt": f"Q: {words(8)}\nA:", "completion": f" {words(12)}"} for _ in range(rows)]
+    texts = ([" ".join(draw.choices(WORDS, k=draw.randint(1, most))) for most in (8, 12)] for _ in range(rows))
+    lines = [{"prompt": f"Q: {question}\nA:", "completion": f" {answer}"} for question, answer in texts]
     file.write_bytes(content(file.name, lines))
     return file
 
 
 def reviews(folder: Path) -> Path:
-    """Texts of 1 to 20 words, labelled by whether the first word comes before the last; train.tsv and dev.tsv."""
+    """Write train.tsv and dev.tsv: texts of 1 to 20 words, labelled by whether the first comes before the last."""
     draw = random.Random(0)
     folder.mkdir()
     for name, count in (("train", 110), ("dev", 37)):
@@ -113,14 +110,20 @@ def reviews(folder: Path) -> Path:
     return folder
 
 
+def chat(*contents: str) -> list[dict[str, Any]]:
+    """Return a chat of these contents, in turns the user's and the assistant's."""
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
 def chats(file: Path) -> None:
-    """Of a question and an answer each."""
-    rows = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i} {i}"}] for i in range(40)]
-    file.write_bytes(content(file.name, [{"messages": row} for row in rows]))
+    """Write chats of a question and an answer each."""
+    texts = [(f"say {i}", f"{i} {i}") for i in range(40)]
+    file.write_bytes(content(file.name, [{"messages": chat(*text)} for text in texts]))
 
 
 def shards(folder: Path, rows: int, seed: int = 0, words: int = 12) -> Path:
-    """Eight files of ragged sizes, two of them empty, in row groups of ragged sizes. A row begins with its number."""
+    """Write eight files of ragged sizes, two of them empty, in row groups of ragged sizes. A row begins with its
+    number."""
     folder.mkdir(parents=True)
     draw = random.Random(seed)
     cuts = sorted(draw.randrange(rows) for _ in range(5))
