@@ -292,16 +292,21 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
     start = len(commonprefix([given, text]))  # noqa: RUF071  # by character, not by part of a path
     turn, rest = render(chat[: i + 1])[start:], text[start:]
     is_found = not i or start == len(given) or text.startswith(render(chat[:i]).removesuffix(eos))
+    size = len(turn)
     if not rest.startswith(turn):
-        turn = turn.removesuffix(eos)
-    sizes = range(min(len(turn), len(rest)), 0, -1)  # the turn's beginning may be left out
-    size = next((size for size in sizes if turn.endswith(rest[:size])), 0)
+        size = max(_overlap(turn, rest), _overlap(turn.removesuffix(eos), rest))
     if not size or not is_found:
         raise UserError(
             f"the tokenizer's chat template rewrites earlier turns once a chat continues, so the assistant's in "
             f"{_quote(chat)} cannot be found: set --task.train_on_prompts=true, or another --task.chat_template"
         )
     return _without_empty_thought(chat[i], start, start + size, text)
+
+
+def _overlap(turn: str, rest: str) -> int:
+    """Return how many characters of a turn's end, as many as possible, begin the rest."""
+    sizes = range(min(len(turn), len(rest)), 0, -1)
+    return next((size for size in sizes if turn.endswith(rest[:size])), 0)
 
 
 def _quote(chat: Chat) -> str:
