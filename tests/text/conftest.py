@@ -29,7 +29,7 @@ def models(made: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(whole: Whole, shared: Path) -> Trained:
-    """trained("lm", "fsdp"): a short run of this task of tests/text/tasks.py, the same for all tests that ask for it."""
+    """trained("lm", "fsdp"): a short run of this task of tests/text/tasks.py, one for all tests that ask for it."""
 
     def trained(name: str, yaml: str = "alone", *arguments: str, **more: Any) -> Run:
         return TEXT[name].ready(shared).run(whole, yaml, *arguments, **more)
