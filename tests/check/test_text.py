@@ -1,4 +1,4 @@
-"""--check on language models and classifiers: all is well where it is, and documents that see others are found out."""
+"""--check on language models and classifiers: correct runs pass, and documents that see others are found out."""
 
 import json
 from dataclasses import replace
@@ -11,10 +11,10 @@ from tests.check.split_faults import FAULTS
 from tests.check.test_check import assert_all_is_well, rows
 from tests.launching import QUIET, Launch, slow
 from tests.text.tasks import TEXT, over
-from tests.text.tiny import NEW_LLAMA, questions
+from tests.text.tiny import NEW_LLAMA, questions, write
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-TASK = ("--task.name=causal_lm", "--task.sequence_length=64")
+TASK = ("--task.name=causal_lm", "--task.sequence_length=64", "--global_batch_size=8")
 FACTORS = "{rope_type: longrope, rope_theta: 1e4, short_factor: [1, 1, 1, 1], long_factor: [1.1, 4, 20, 60]}"
 LONGROPE = (
     "--task.architecture.model_type=phi3", *NEW_LLAMA[1:], f"--task.architecture.rope_parameters={FACTORS}",
@@ -28,41 +28,30 @@ LONGROPE = (
         ("lm with adapters", "fsdp", ("--task.lora.base_dtype=bf16",)),
         ("lm in 4 bits", "ddp", ()),
         ("classifier", "ddp", ("--task.dropout=0.1",)),
+        slow("chat", "fsdp", ()),
     ],
 )
-def test_a_task_with_ragged_counts_is_well(launch: Launch, shared: Path, name: str, yaml: str, more: Any) -> None:
-    """In bf16, with frozen weights in bf16 or in 4 bits. Tried with frozen weights that compute in bf16: gradients are
-    off. One with shared sequences: the next test but one. A language model under DDP, but for a fault: the last one."""
+def test_check_passes_text_tasks_in_bf16_with_frozen_weights(
+    launch: Launch, shared: Path, name: str, yaml: str, more: Any
+) -> None:
     task = replace(TEXT[name].ready(shared), launcher_arguments=("--mixed_precision=bf16",))
     assert_all_is_well(task.run(launch, yaml, "--check", *more))
 
 
-@pytest.mark.slow
-def test_the_chat_models_real_weights_are_well(launch: Launch, shared: Path) -> None:
-    assert "all checks passed" in TEXT["chat"].ready(shared).run(launch, "fsdp", "--check").succeeded().stdout
-
-
 @pytest.mark.parametrize("which", ["quick", slow("slow")])
-def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, tmp_path: Path, which: str) -> None:
-    """On two processes."""
+def test_check_finds_each_fault_of_context_parallelism(launch: Launch, tmp_path: Path, which: str) -> None:
     output, data = tmp_path / "found.json", questions(tmp_path / "questions.jsonl", rows=24)
-    task = (*TASK, f"--task.dataset={data}", *NEW_LLAMA)
-    arguments = (*task, "--global_batch_size=8", "--micro_batch_size=2", "--task.eval_from=last", *QUIET)
+    arguments = (*TASK, f"--task.dataset={data}", *NEW_LLAMA, "--micro_batch_size=2", "--task.eval_from=last", *QUIET)
     words = (str(output), "tests.check.split_faults", which, *arguments)
     launch("fsdp_cp", *words, script="tests/check/examine.py", **over(1, 2)).succeeded()
     found = json.loads(output.read_text())
     for fault in [fault for fault in FAULTS if fault.yaml == which]:
-        failed = {row["check"]: row["what"] for row in found[fault.name]}
-        assert [*failed] == ([fault.fails] if fault.fails else []), (fault.name, found[fault.name])
-        assert fault.measured in {row["what"] for row in found[fault.name]} or not failed, (
-            fault.name,
-            found[fault.name],
-        )
+        failed = {row["check"] for row in found[fault.name]}
+        assert failed == ({fault.fails} if fault.fails else set()), (fault.name, found[fault.name])
+        assert fault.measured in {row["what"] for row in found[fault.name]} or not failed, fault.name
 
 
-def test_packed_documents_that_see_each_other_are_found_out(launch: Launch, made: Path) -> None:
-    """Positions go on where packed documents meet."""
-    before = """
+CONTINUED_POSITIONS = """
 import src.tasks.text.causal_lm as causal_lm
 make = causal_lm.batch_tensors
 def going_on(samples, width, padding):
@@ -71,23 +60,26 @@ def going_on(samples, width, padding):
     return found, ends
 causal_lm.batch_tensors = going_on
 """
-    data = f"--task.dataset={made}/questions.jsonl"
-    run = launch("ddp", "--check", *TASK, data, *NEW_LLAMA, "--global_batch_size=8", before=before)
+NO_TRIAL = "import src.tasks.text.causal_lm as causal_lm; causal_lm.require_decoder = lambda *_: None"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "arguments", "before", "what", "means"),
+    [
+        ("ddp", NEW_LLAMA, CONTINUED_POSITIONS, "", "packed documents see each other"),
+        # long documents make rotary embeddings other ones for a whole batch; a trial would refuse them
+        ("cpu", (*LONGROPE, "--task.packing=false"), NO_TRIAL, "loss of examples alone", "depends on those beside it"),
+    ],
+    ids=["in a row", "in a batch"],
+)
+def test_check_finds_documents_that_change_those_beside_them(
+    launch: Launch, tmp_path: Path, yaml: str, arguments: tuple[str, ...], before: str, what: str, means: str
+) -> None:
+    """One document in ten is short."""
+    write({"rows.jsonl": [{"text": f"a row of {i} long words " * 3 if i % 10 else "short"} for i in range(60)]})
+    run = launch(yaml, "--check", *TASK, f"--task.dataset={tmp_path}/rows.jsonl", *arguments, before=before)
     assert run.exit_code == 1
     (failed,) = [row for row in rows(run) if row["means"]]
     assert failed["check"] == "Evaluation"
-    assert "packed documents see each other" in failed["means"]
-
-
-def test_documents_that_change_how_those_beside_them_are_read_are_found_out(launch: Launch, tmp_path: Path) -> None:
-    """One row in ten is short; the others make rotary embeddings other ones for a whole batch, of any size. A trial
-    refuses them otherwise. Tried without comparing unpacked examples with the same ones alone: all checks passed."""
-    lines = [json.dumps({"text": "short" if row % 10 == 0 else f"a row of {row} long words " * 3}) for row in range(60)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    before = "import src.tasks.text.causal_lm as causal_lm; causal_lm.require_decoder = lambda *_: None"
-    arguments = (f"--task.dataset={tmp_path}/rows.jsonl", *LONGROPE, "--task.packing=false", "--global_batch_size=8")
-    run = launch("cpu", "--check", *TASK, *arguments, before=before)
-    assert run.exit_code == 1
-    (failed,) = [row for row in rows(run) if row["means"]]
-    assert (failed["check"], failed["what"]) == ("Evaluation", "loss of examples alone")
-    assert "depends on those beside it" in failed["means"]
+    assert what in failed["what"]
+    assert means in failed["means"]

@@ -1,10 +1,10 @@
-"""From rows to batches: what is learnt of text, prompts and chats; packing drops and mixes nothing; and changed data are
-another run."""
+"""From rows to batches: which tokens are learnt, packing drops and mixes nothing, and changed data are another run."""
 
 import dataclasses
 import json
 import os
 import re
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -12,11 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
-from pyarrow import parquet
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors, trainers
 from tokenizers import models as kinds
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
@@ -37,7 +35,6 @@ from tests.text.tiny import END, write
 
 CHAT = [{"role": "system", "content": "Be brief."}, *tiny.chat("Hi", "Yo", "Bye", "Ciao")]
 SYSTEM, ASKED, ANSWERED = CHAT[:3]
-CALL = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
 
 
 def shown(*rows: Any, **settings: Any) -> str:
@@ -58,23 +55,12 @@ def shown(*rows: Any, **settings: Any) -> str:
     return task.preview(dataset, 0).partition("────\n")[2]
 
 
-def learnt(*rows: Any, **settings: Any) -> str:
-    return "".join(re.findall("⟦(.*?)⟧", shown(*rows, **settings), re.DOTALL))
-
-
-def refusal(*rows: Any, **settings: Any) -> str:
-    with pytest.raises(UserError) as error:
-        shown(*rows, **settings)
-    return str(error.value)
-
-
 # ------------------------------------------------------------------------------------------------- what is learnt
 ROLES = "{% for m in messages %}<{{ m.role }}>"
 PLAIN = ROLES + "{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 # as Qwen3 does: thoughts are written only into the last answer
-THINKING = PLAIN.replace(
-    "{{ m.content", "{% if m.role == 'assistant' and loop.last %}<think>t</think>{% endif %}{{ m.content"
-)
+THOUGHT = "{% if m.role == 'assistant' and loop.last %}<think>t</think>{% endif %}"
+THINKING = PLAIN.replace("{{ m.content", THOUGHT + "{{ m.content")
 PROMPTED = THINKING.replace("<assistant>{% endif %}", "<assistant><think>{% endif %}")  # as DeepSeek-R1 does
 EMPTY, PROMPTED_EMPTY = THINKING.replace(">t<", ">\n\n<"), PROMPTED.replace(">t<", ">\n\n<")  # as Qwen3.5 does
 MARKING_THE_END = ROLES + "{{ m.content }}{% endfor %}{{ '<assistant>' if add_generation_prompt else eos_token }}"
@@ -127,12 +113,8 @@ def test_chats_in_other_formats_are_the_same_chats() -> None:
         assert shown({"messages": chat}) == expected
     weighed = [{"weight": 0 if m["content"] == "Yo" else None, **m} for m in CHAT]
     assert shown({"messages": weighed}) == expected.replace(f"⟦Yo{END}⟧", f"Yo{END}")
-    narrated = (
-        "{% for m in messages if m.role in ['assistant', 'narrator'] %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    )
-    assert shown({"messages": [{"role": "Narrator", "content": "Once"}, ANSWERED]}, template=narrated).startswith(
-        "Once"
-    )
+    narrated = PLAIN.replace("messages %}", "messages if m.role in ['assistant', 'narrator'] %}")
+    assert "Once" in shown({"messages": [{"role": "Narrator", "content": "Once"}, ANSWERED]}, template=narrated)
 
 
 def test_argument_values_of_tool_calls_are_learnt_as_they_were_written() -> None:
@@ -181,11 +163,9 @@ def test_a_chat_is_refused_if_its_template_leaves_something_out(
     template: str, chat: list[Any], missing: str | None
 ) -> None:
     """Contents, thoughts and calls, down to each value in their arguments."""
-    if missing is None:
+    says = f"leaves out {missing!r} of the chat that begins with {chat[0]['content']!r}: set --task.chat_template="
+    with pytest.raises(UserError, match=re.escape(says)) if missing else nullcontext():
         shown({"messages": chat}, template=template, train_on_prompts=True)
-    else:
-        says = f"leaves out {missing!r} of the chat that begins with {chat[0]['content']!r}: set --task.chat_template="
-        assert says in refusal({"messages": chat}, template=template, train_on_prompts=True)
 
 
 @pytest.mark.parametrize(
@@ -199,23 +179,22 @@ def test_a_chat_is_refused_if_its_template_leaves_something_out(
     ],
 )
 def test_a_chat_that_cannot_be_read_is_refused(row: Any, settings: dict[str, Any], says: str) -> None:
-    assert says in refusal(row, **settings)
+    with pytest.raises(UserError, match=re.escape(says)):
+        shown(row, **settings)
 
 
 def test_chatml_writes_tools_calls_and_thoughts_as_qwen3_does() -> None:
     """But for empty thoughts. Earlier thoughts are left out."""
+    tool, call = (
+        {"type": "function", "function": {"name": "weather"}},
+        {"name": "weather", "arguments": {"city": "Bern"}},
+    )
     chat: list[Any] = [
-        SYSTEM,
-        ASKED,
-        ANSWERED | {"reasoning_content": "left out"},
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "Let me see.", "thinking": "Ask.", "tool_calls": [CALL, CALL]},
-        *[{"role": "tool", "content": "rain"}] * 2,
-        {"role": "assistant", "content": "", "function_call": CALL["function"]},
-        {"role": "function", "content": "sun"},
-        {"role": "assistant", "content": "Mixed.", "reasoning_content": "So."},
-    ]
-    tool = {"type": "function", "function": {"name": "weather"}}
+        *CHAT[:2], ANSWERED | {"reasoning_content": "left out"}, {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "Let me see.", "thinking": "Ask.", "tool_calls": [{"function": call}] * 2},
+        *[{"role": "tool", "content": "rain"}] * 2, {"role": "assistant", "content": "", "function_call": call},
+        {"role": "function", "content": "sun"}, ANSWERED | {"reasoning_content": "So."},
+    ]  # fmt: skip
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
     results, end = "<tool_response>\nrain\n</tool_response>", "<|im_end|>\n"
     expected = (
@@ -229,7 +208,7 @@ def test_chatml_writes_tools_calls_and_thoughts_as_qwen3_does() -> None:
         f"<|im_start|>assistant\n⟦<think>\nAsk.\n</think>\n\nLet me see.\n{written}\n{written}{end}⟧"
         f"<|im_start|>user\n{results}\n{results}{end}<|im_start|>assistant\n⟦{written}{end}⟧"
         f"<|im_start|>user\n<tool_response>\nsun\n</tool_response>{end}"
-        f"<|im_start|>assistant\n⟦<think>\nSo.\n</think>\n\nMixed.{end}⟧"
+        f"<|im_start|>assistant\n⟦<think>\nSo.\n</think>\n\nYo{end}⟧"
     )
     assert shown({"messages": chat, "tools": [tool]}, template=CHATML) == expected
 
@@ -239,14 +218,15 @@ def test_tokens_of_an_answer_are_found_whatever_offsets_the_tokenizer_has() -> N
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer.save_pretrained("trims")
-    answer = "\n  return 1\n"
-    assert learnt({"prompt": "def f():", "completion": answer}, tokenizer="trims") == f"{answer}{END}"
+    asked = {"prompt": "def f():", "completion": "\n  return 1\n"}
+    assert shown(asked, tokenizer="trims") == f"def f():⟦\n  return 1\n{END}⟧"
     tokenizer.add_tokens([AddedToken(f"<|{role}|>", special=True, rstrip=True) for role in ("assistant", "end")])
-    tokenizer.chat_template = PLAIN.replace("<assistant>", "<|assistant|>\n").replace(
-        "<{{ m.role }}>{{ m.content }}{{ eos_token }}", "<|{{ m.role }}|>\n{{ m.content }}<|end|>"
+    turn = "<|{{ m.role }}|>\n{{ m.content }}<|end|>{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}" + turn + "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     tokenizer.save_pretrained("strips")
-    assert learnt({"messages": tiny.chat("Hi", "    return 0 ")}, tokenizer="strips") == "return 0 <|end|>"
+    assert "⟦return 0 <|end|>⟧" in shown({"messages": tiny.chat("Hi", "    return 0 ")}, tokenizer="strips")
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
@@ -254,9 +234,8 @@ def test_long_text_has_the_tokens_that_it_has_as_a_whole(monkeypatch: pytest.Mon
     """Though it is tokenized slice by slice, and the tokenizer puts a space before each or joins line ends."""
     text = "".join(np.random.default_rng(0).choice(["ab", " ", "\n", "\n\n", "ü", "😀", "abc "], 4000))
     tokenizer = Tokenizer(kinds.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\n+"), "isolated"), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
-    )
+    line_ends = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([line_ends, pre_tokenizers.Metaspace(prepend_scheme=scheme)])
     trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", END], show_progress=False)
     tokenizer.train_from_iterator([text], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
@@ -268,19 +247,6 @@ def test_long_text_has_the_tokens_that_it_has_as_a_whole(monkeypatch: pytest.Mon
         (chunk,) = chunker.make_chunks(Dataset.from_list([row]), "test")
         assert chunk["input_ids"] == whole.ids
         assert chunk["targets"] == sum(end > start for _, end in whole.offsets) + bool(start)
-
-
-def test_long_text_is_several_sequences_and_long_rows_are_cut_and_counted() -> None:
-    text = "ab\ncd\n" * 5 + "ü"
-    task = tiny.task(
-        dataset=write({"rows.jsonl": [{"text": text}]}), eval_from="all", packing=False, sequence_length=10
-    )
-    dataset, _ = task.build_datasets()
-    assert "".join(tiny.texts_of(dataset.__getitems__([*range(len(dataset))]))) == text
-    assert max(dataset.chunks["length"]) == 10
-    assert task.describe("train", dataset)["truncated"] == 0
-    task = tiny.task(dataset=write({"rows.jsonl": [{"prompt": "1234", "completion": "ab"}] * 9}), sequence_length=6)
-    assert [task.describe("train", part)["truncated"] for part in task.build_datasets()] == [8, 1]
 
 
 # ---------------------------------------------------------------------------------------------------- ends of a turn
@@ -343,34 +309,22 @@ def test_packed_documents_have_positions_of_their_own() -> None:
     assert (inputs["cu_seq_lens_q"].dtype, inputs["max_length_q"]) == (torch.int32, 8)
 
 
-@pytest.mark.parametrize(
-    ("rows", "settings", "expected"),
-    [
-        ([{"messages": CHAT}] * 4, {}, "4 chats in 2 sequences of 256"),
-        ([{"messages": CHAT}] * 4, {"packing": False}, "4 chats in 4 sequences of 256"),
-        ([{"prompt": "Q:", "completion": "A"}], {}, "1 prompt in 1 sequence of 256"),
-        ([{"text": "a" * 1000}], {}, "1 text in 4 sequences of 256"),
-    ],
-)
-def test_the_size_of_the_data_is_given_in_rows_and_sequences(
-    rows: Any, settings: dict[str, Any], expected: str
-) -> None:
-    """So that packing is not taken for a loss."""
-    task = tiny.task(dataset=write({"rows.jsonl": rows}), sequence_length=256, eval_from="all", **settings)
-    assert task.dataset_size(task.build_datasets()[0]) == expected
-
-
 def test_dry_run_shows_each_document_of_a_packed_sequence() -> None:
-    task = tiny.task(
-        dataset=write({"a.jsonl": [{"messages": CHAT}, {"messages": CHAT[3:]}]}), sequence_length=256, eval_from="all"
-    )
-    assert task.preview(task.build_datasets()[0], 0).splitlines() == [
+    """The size is given in chats too, so that packing is not taken for a loss, and what is cut off is counted."""
+    data = write({"a.jsonl": [{"messages": CHAT}, {"messages": CHAT[3:]}]})
+    task = tiny.task(dataset=data, sequence_length=256, eval_from="all")
+    dataset, _ = task.build_datasets()
+    assert task.dataset_size(dataset) == "2 chats in 1 sequence of 256"
+    assert task.preview(dataset, 0).splitlines() == [
         "93 tokens, 13 of them (14.0%) contribute to the loss",
         "──── document 1 of 2 ────",
         f"{PROMPT}⟦Yo{END}⟧<user>Bye{END}<assistant>⟦Ciao{END}⟧",
         "──── document 2 of 2 ────",
         f"{END}<user>Bye{END}<assistant>⟦Ciao{END}⟧",
     ]
+    assert task.describe("train", dataset)["truncated"] == 0
+    short = tiny.task(dataset=data, sequence_length=64, eval_from="all")
+    assert short.describe("train", short.build_datasets()[0])["truncated"] == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -406,14 +360,6 @@ def test_data_are_tokenized_once_until_content_settings_or_code_change(
     assert others > more
     monkeypatch.setattr("src.tasks.text.rows.CODE", ["a change of it"])
     assert read()[1] > others
-
-
-def test_columns_that_are_not_used_may_have_any_values() -> None:
-    """Such as Postgres' infinity, a date beyond the year 9999."""
-    rows = pa.table({"text": ["one"] * 20, "at": pa.array([2**63 - 1] * 20, pa.timestamp("us"))})
-    parquet.write_table(rows, "rows.parquet")
-    task = tiny.task(dataset="rows.parquet", packing=False)
-    assert [len(part) for part in task.build_datasets()] == [18, 2]
 
 
 def test_the_same_rows_are_held_out_for_evaluation_in_each_run() -> None:
@@ -469,16 +415,14 @@ def test_names_tell_the_split_of_a_file_and_values_stay_as_they_are(
 # ------------------------------------------------------------------------------------------- tables of an evaluation
 def test_an_evaluation_shows_the_texts_with_the_highest_loss_per_token() -> None:
     """Not the longest ones, nor one without a target first."""
-    texts = ["short", "long " * 400, "empty", *(f"text {i}" for i in range(20))]
-    write({"rows.jsonl": [{"prompt": "Say it:", "completion": text} for text in texts]})
+    texts = ["hard", "long " * 400, "empty", *"abcdefghij"]
+    write({"rows.jsonl": [{"text": text} for text in texts]})
     task = tiny.task(dataset="rows.jsonl", eval_from="all", packing=False, sequence_length=4096)
     _, dataset = task.build_datasets()
-    targets = torch.tensor([5.0, 2000.0, 0.0] + [6.0] * 20)
-    nats = torch.tensor([10.0, 1000.0, 0.0] + [6.0] * 20)
+    nats, targets = torch.tensor([10.0, 1000.0, 0.0] + [6.0] * 10), torch.tensor([5.0, 2000.0, 0.0] + [6.0] * 10)
     rows = task.tables({"nats": nats, "targets": targets, "correct": targets}, dataset)["hardest"]
-    assert [row["loss"] for row in rows] == [2.0] + [1.0] * 7
-    for row, text in zip(rows, ["short", *texts[3:]], strict=False):
-        assert row["text"].endswith(f"────\n<|endoftext|>Say it:⟦{text}<|endoftext|>⟧")
+    found = [(row["loss"], row["text"].partition("⟦")[2].partition(END)[0]) for row in rows]
+    assert found == [(2.0, "hard"), *((1.0, text) for text in "abcdefg")]
 
 
 def test_a_table_of_mistakes_has_the_texts_as_they_were_written(models: Path) -> None:
@@ -528,9 +472,8 @@ def test_changed_data_are_another_run(models: Path, name: str, pattern: str, rep
 
 
 def test_a_changed_field_of_the_architecture_is_a_changed_setting() -> None:
-    now = config_from(
-        {"task": {"name": "causal_lm", "architecture": {"model_type": "llama"}}, "output_dir": "run"}, TASKS
-    )
+    task = {"name": "causal_lm", "architecture": {"model_type": "llama"}}
+    now = config_from({"task": task, "output_dir": "run"}, TASKS)
     then = now.model_dump(mode="json")
     assert changed_settings(now, then) == {}
     then["task"]["architecture"]["hidden_act"] = "relu"
@@ -545,10 +488,10 @@ def test_a_date_in_a_chat_template_is_that_of_the_runs_start(launch: Launch, tmp
     data = ("--task.name=causal_lm", f"--task.dataset={tmp_path}/chats.jsonl", "--task.sequence_length=128")
     arguments = (*data, *tiny.NEW_LLAMA, "--global_batch_size=4", f"--task.chat_template={tmp_path}/dated.jinja")
     said = []
-    for steps in (1, 2):
-        caches = f"import datasets; datasets.config.HF_DATASETS_CACHE = '{tmp_path}/{steps}'"
-        how: dict[str, Any] = {"folder": tmp_path / "run", "processes": 2, "before": caches}
-        run = launch("ddp", *arguments, f"--max_steps={steps}", **how).succeeded()
+    for steps, yaml, processes in ((1, "ddp", 2), (2, "cpu", 1)):
+        how: dict[str, Any] = {"folder": tmp_path / "run", "processes": processes}
+        how["before"] = f"import datasets; datasets.config.HF_DATASETS_CACHE = '{tmp_path}/{steps}'"
+        run = launch(yaml, *arguments, f"--max_steps={steps}", **how).succeeded()
         said += re.findall("chats are dated ([-0-9]+ [:0-9]+)", "".join(run.stdout.split("\n    ")))
     assert len(said) == 2
     assert said[0] == said[1]

@@ -1,4 +1,4 @@
-"""Labels: which of a head's names the data mean, which are equal, and that all of them are trained."""
+"""Labels and heads of classifiers: which of a head's names the data mean, and that all of them are trained and exported."""
 
 import shutil
 from collections import Counter
@@ -24,20 +24,20 @@ REPLACED = f"{COLUMN} the data's replace the model's, as none is the same: POSIT
 
 @pytest.fixture(autouse=True)
 def _models(models: Path) -> None:
-    """`bert`, whose head has no names, and `head`."""
+    """Copy the model `bert`, whose head has no names, and as `head` with HEAD."""
     for name in ("bert", "head"):
         shutil.copytree(models / "bert", name)
     tiny.write({"head/config.json": {"id2label": dict(enumerate(HEAD))}})
 
 
 def classifier(labels: list[Any], model: str = "head", **settings: Any) -> Any:
-    """A task on 40 rows or more, with these labels in turn."""
+    """Return a task on 40 rows or more, with these labels in turn."""
     rows = [{"text": f"row {i}", "label": labels[i % len(labels)]} for i in range(max(40, len(labels)))]
     return tiny.task(TextClassification, model=model, dataset=tiny.write({"rows.jsonl": rows}), **settings)
 
 
 def ids(task: Any, part: int = 0) -> dict[str, int]:
-    """The label of each row that is trained on, or evaluated on, by its text."""
+    """Return the label of each row to train on, or to evaluate on, by its text."""
     dataset = task.build_datasets()[part]
     batch = task.collate(samples(dataset, [*range(len(dataset))]))
     texts = byte_tokenizer().batch_decode(batch["inputs"]["input_ids"], skip_special_tokens=True)
@@ -56,11 +56,10 @@ def ids(task: Any, part: int = 0) -> dict[str, int]:
         ([0, 1, 2], [0, 1, 2], ["0", "1", "2"], REPLACED),
     ],
 )
-def test_a_head_keeps_its_names_however_the_data_write_them(
+def test_a_head_keeps_its_labels_however_the_data_write_them(
     labels: list[Any], places: list[int], names: list[str], said: str
 ) -> None:
-    """In rows to train on, and in those to evaluate an export on. Tried without, with lower case: its head is
-    the wrong way round, and 1.0 of accuracy becomes 0."""
+    """In training, and when an export is evaluated."""
     task = classifier(labels, eval_from="last")
     found = ids(task)
     assert task.state.remarks == [said] * bool(said)
@@ -74,8 +73,7 @@ def test_a_head_keeps_its_names_however_the_data_write_them(
     assert ids(exported) == found
 
 
-def test_a_head_may_know_more_than_the_data_have_and_two_of_its_names_may_differ_in_case_alone() -> None:
-    """Tried without the first: its head is replaced; without the second: both are the last."""
+def test_a_head_may_have_more_labels_than_the_data_even_in_another_case() -> None:
     tiny.write({"head/config.json": {"id2label": {0: "neutral", 1: "Positive", 2: "positive", 3: "x"}}})
     task = classifier(["positive", "Neutral", "Positive"], eval_from="last")
     found = ids(task)
@@ -86,69 +84,44 @@ def test_a_head_may_know_more_than_the_data_have_and_two_of_its_names_may_differ
 
 
 def test_equal_numbers_are_one_label_and_text_stays_as_it_is() -> None:
-    """Tried without: four labels, of which two are right half of the time."""
     task = classifier([1, 1.0, True, 0, 0.0, False], "bert")
     assert task.describe("train", task.build_datasets()[0])["labels"] == 2
-    assert [*map(label_text, (2, 2.0, -0.0, 2**60, 1.5, "2.0", " 2 "))] == [
-        "2",
-        "2",
-        "0",
-        str(2**60),
-        "1.5",
-        "2.0",
-        "2",
-    ]
-    assert label_text(float("inf")) == "inf"
+    assert [*map(label_text, (2.0, -0.0, 2**60, 1.5, "2.0", " 2 "))] == ["2", "0", str(2**60), "1.5", "2.0", "2"]
+
+
+def test_labels_have_one_order_on_all_processes() -> None:
+    """Each process has its own order of a set. Numbers are sorted by value."""
     assert sorted_labels({"10", "9", "1.5", "-1"}) == ["-1", "1.5", "9", "10"]
-    assert sorted_labels({f"LABEL_{i}" for i in range(12)}) == [f"LABEL_{i}" for i in range(12)]
+    for names in ([f"LABEL_{i}" for i in range(12)], [f"{'0' * n}{i}" for i in (7, 8) for n in range(6, -1, -1)]):
+        assert sorted_labels({*names}) == names
 
 
-def test_labels_of_the_same_value_have_one_order() -> None:
-    """The same on all processes, which each have another order of a set. Tried without: that of this process."""
-    names = [f"{'0' * zeros}{number}" for number in (7, 8) for zeros in range(6, -1, -1)]
-    assert sorted_labels({*names}) == names
-
-
-def rows_of(path: Path, number: int) -> Path:
-    """A tenth of them with a label of their own."""
-    labels = [f"rare {i}" if i % 10 == 0 else "usual" for i in range(number)]
-    tiny.write({str(path): [{"text": f"{path.stem} {i}", "label": label} for i, label in enumerate(labels)]})
-    return path
-
-
-def test_no_label_is_in_the_evaluation_rows_alone() -> None:
-    """If the run itself chose these at random, the same in each run. Tried without: it refuses its own choice."""
-
-    def built(**settings: Any) -> tuple[dict[str, int], dict[str, int]]:
-        task = tiny.task(TextClassification, model="bert", dataset=str(rows_of(Path("a.jsonl"), 200)), **settings)
-        return ids(task), ids(task, part=1)
-
-    train, evaluation = built()
+def test_the_runs_own_split_leaves_no_label_in_the_evaluation_rows_alone() -> None:
+    """The same in each run. A split of the user's that does is refused."""
+    labels = [f"rare {i}" if i % 10 == 0 else "usual" for i in range(200)]
+    train, evaluation = (ids(classifier(labels, "bert"), part) for part in (0, 1))
     assert len({**train, **evaluation}) == len(train) + len(evaluation) == 200
     assert 10 < len(evaluation) < 20
     assert {*evaluation.values()} < {*train.values()}
     assert len({*train.values()}) == 21
-    assert (train, evaluation) == built()
+    assert train == ids(classifier(labels, "bert"))
     with pytest.raises(UserError, match="rare 180, rare 190 is in the data .*, the training data's$"):
-        built(eval_from="last")
+        ids(classifier(labels, "bert", eval_from="last"))
 
 
-def test_a_head_under_adapters_is_trained_as_it_is_and_exported_as_it_was_trained() -> None:
-    """With the pooler, which no file has. Tried without: it is drawn anew for the export; and layers of the head get
-    adapters, of which the last one is trained by Muon as if it were within the model."""
+def test_a_head_beside_adapters_is_trained_and_exported_without_adapters() -> None:
+    """With the pooler, which no file has, and which would be drawn anew for the export."""
     task = classifier(["a", "b"], "bert", lora={"r": 2, "merge": True})
     task.build_datasets()
     model = task.build_model()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    head = {name for name in trained if "lora" not in name}
-    assert {name.rpartition("base_model.model.")[2] for name in head} == {
-        "bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"
-    }  # fmt: skip
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    head = {name.rpartition("base_model.model.")[2] for name in trained if "lora" not in name}
+    layers = ("bert.pooler.dense", "classifier")
+    assert head == {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")}
     assert not any("lora" in name and ("pooler" in name or "classifier" in name) for name in trained)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in trained:
-                parameter.normal_(std=0.1)
+        for parameter in trained.values():
+            parameter.normal_(std=0.1)
     task.export(model, model.state_dict(), Path("exported"))
     exported = AutoModelForSequenceClassification.from_pretrained("exported")
     tokens = torch.tensor([[5, 6, 7, 8]])
@@ -158,15 +131,14 @@ def test_a_head_under_adapters_is_trained_as_it_is_and_exported_as_it_was_traine
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("t5", tiny.T5), ("bart", tiny.BART)])
-def test_each_weight_is_in_one_module(kind: str, fields: dict[str, Any]) -> None:
-    """As FSDP has to gather it for one (accelerate pull request 4171). T5's curve: test_parity.py. Tried without: three
-    embeddings share theirs."""
+def test_tied_embeddings_are_one_module_so_that_fsdp_gathers_them(kind: str, fields: dict[str, Any]) -> None:
+    """Accelerate pull request 4171. T5's curve: test_parity.py."""
     task = classifier(["a", "b"], str(tiny.saved(kind, Path(kind), **fields)))
     task.build_datasets()
     model = task.build_model()
     owners = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
     assert {*owners.values()} == {1}
     task.export(model, model.state_dict(), Path("exported"))
-    exported = classifier(["a", "b"], str(Path("exported")))
+    exported = classifier(["a", "b"], "exported")
     exported.state.data["labels"] = ["a", "b"]
     assert all(value.equal(model.state_dict()[name]) for name, value in exported.build_model().state_dict().items())
