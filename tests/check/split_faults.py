@@ -1,4 +1,5 @@
-"""Faults of sequences that several processes share (context parallelism), for tests/check/examine.py."""
+"""Faults of sequences that several processes share (context parallelism), for tests/check/examine.py: instead of a yaml
+each names the part of the test that plants it, "quick" or "slow"."""
 
 from typing import Any
 
@@ -10,7 +11,9 @@ from src.tasks.text.attention import document_attention
 from src.tasks.text.packing import Batch
 from tests.check.planted import Fault, Hook, rank
 
-CP = "src.tasks.text.causal_lm."
+
+def as_it_is(cut: Hook, *arguments: Any) -> Batch:
+    return cut(*arguments)
 
 
 def with_all_targets(count: Hook, task: Any, batch: Batch) -> Counts:
@@ -30,9 +33,7 @@ def without_the_last_labels(cut: Hook, batch: Batch, sizes: list[int], cp: Conte
     inputs = part["inputs"]
     length = inputs["input_ids"].shape[1]
     stays = inputs["index"] % length < length - 1
-    for name in ("index", "targets"):
-        inputs[name] = inputs[name][stays]
-    return part
+    return {**part, "inputs": inputs | {name: inputs[name][stays] for name in ("index", "targets")}}
 
 
 def of_the_other_rank(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
@@ -64,31 +65,28 @@ def of_the_first_parts(gather: Hook, run: Any, outputs: Tensor, examples: int) -
     return gather(run, outputs * (run.rank % 2 == 0), examples)
 
 
-def as_it_is(cut: Hook, *arguments: Any) -> Batch:
-    return cut(*arguments)
-
-
+LM = "src.tasks.text.causal_lm."
+SAMPLER, ATTENTION = "src.training.batches.ShardedBatchSampler", "src.tasks.text.context_parallel.ulysses_attention"
+FOUND = (
+    ("quick", "each part counts all targets", "Steps", "gradients", LM + "CausalLM.count", with_all_targets),
+    ("quick", "positions restart in each part", "Steps", "gradients", LM + "shard_batch", with_positions_from_zero),
+    ("quick", "labels are shifted after the cut", "Steps", "gradients", LM + "shard_batch", without_the_last_labels),
+    ("quick", "a part is another process's", "Steps", "gradients", LM + "shard_batch", of_the_other_rank),
+    ("quick", "each part counts an example", "Evaluation", "eval/examples", "train.metrics_of", counted_by_each),
+    ("slow", "all have the first part", "Steps", "gradients", LM + "shard_batch", of_the_first_rank),
+    ("slow", "a part sees itself alone", "Steps", "gradients", ATTENTION, of_parts_alone),
+    ("slow", "examples are dealt by process", "Data", "epoch 1", SAMPLER, dealt_by_process),
+    (
+        "slow",
+        "outputs of others are lost",
+        "Evaluation",
+        "eval/perplexity",
+        "train.gather_in_order",
+        of_the_first_parts,
+    ),
+)
 FAULTS = [
-    Fault("none, with dropout", "quick", "", "", CP + "shard_batch", as_it_is, ("--task.dropout=0.1",)),
-    *(Fault(name, which, fails, "", where, hook, measured=measured)
-    for which, name, fails, measured, where, hook in (
-        ("quick", "each part counts all targets", "Steps", "gradients", CP + "CausalLM.count",
-         with_all_targets),
-        ("quick", "positions begin anew in each part", "Steps", "gradients", CP + "shard_batch",
-         with_positions_from_zero),
-        ("quick", "labels are shifted after the cut", "Steps", "gradients", CP + "shard_batch",
-         without_the_last_labels),
-        ("quick", "a part is another one's", "Steps", "gradients", CP + "shard_batch", of_the_other_rank),
-        ("quick", "each part counts an example", "Evaluation", "eval/examples",
-         "train.metrics_of", counted_by_each),
-        ("slow", "all have the first part", "Steps", "gradients", CP + "shard_batch", of_the_first_rank),
-        ("slow", "a part sees itself alone", "Steps", "gradients", "src.tasks.text.context_parallel.ulysses_attention",
-         of_parts_alone),
-        ("slow", "examples are dealt by process", "Data", "epoch 1", "src.training.batches.ShardedBatchSampler",
-         dealt_by_process),
-        ("slow", "outputs are the first parts'", "Evaluation", "eval/perplexity", "train.gather_in_order",
-         of_the_first_parts),
-    )),
-]  # fmt: skip
-"""Under fsdp_cp.yaml, on two processes that share each sequence; in two parts. The first is none: all is well, also
-where each process draws its part of the dropout."""
+    # without a fault all is well, also where each process draws its part of the dropout
+    Fault("none", "quick", "", "", LM + "shard_batch", as_it_is, ("--task.dropout=0.1",)),
+    *(Fault(name, part, fails, "", where, hook, measured=what) for part, name, fails, what, where, hook in FOUND),
+]

@@ -5,7 +5,6 @@ import json
 import os
 import re
 from contextlib import nullcontext
-from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +64,7 @@ PROMPTED = THINKING.replace("<assistant>{% endif %}", "<assistant><think>{% endi
 EMPTY, PROMPTED_EMPTY = THINKING.replace(">t<", ">\n\n<"), PROMPTED.replace(">t<", ">\n\n<")  # as Qwen3.5 does
 MARKING_THE_END = ROLES + "{{ m.content }}{% endfor %}{{ '<assistant>' if add_generation_prompt else eos_token }}"
 REWRITING = "{{ messages | length }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+STRICT = "{{ raise_exception('wants a system message') }}"
 MARKED = REWRITING.replace("{{ m.content }}", "{% generation %}{{ m.content }}!{% endgeneration %}")
 PROMPT = f"{END}<system>Be brief.{END}<user>Hi{END}<assistant>"
 EARLIER = f"<system>Be brief.{END}<user>Hi{END}<assistant>⟦Yo{END}⟧<user>Bye{END}<assistant>"
@@ -196,21 +196,17 @@ def test_chatml_writes_tools_calls_and_thoughts_as_qwen3_does() -> None:
         {"role": "function", "content": "sun"}, ANSWERED | {"reasoning_content": "So."},
     ]  # fmt: skip
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-    results, end = "<tool_response>\nrain\n</tool_response>", "<|im_end|>\n"
-    expected = (
-        "<|im_start|>system\nBe brief.\n\n# Tools\n\n"
-        "You may call one or more functions to assist with the user query.\n\n"
-        "You are provided with function signatures within <tools></tools> XML tags:\n"
-        '<tools>\n{"type": "function", "function": {"name": "weather"}}\n</tools>\n\n'
-        "For each function call, return a json object with function name and arguments within "
-        '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
-        f"</tool_call>{end}<|im_start|>user\nHi{end}<|im_start|>assistant\n⟦Yo{end}⟧<|im_start|>user\nWeather?{end}"
-        f"<|im_start|>assistant\n⟦<think>\nAsk.\n</think>\n\nLet me see.\n{written}\n{written}{end}⟧"
-        f"<|im_start|>user\n{results}\n{results}{end}<|im_start|>assistant\n⟦{written}{end}⟧"
-        f"<|im_start|>user\n<tool_response>\nsun\n</tool_response>{end}"
-        f"<|im_start|>assistant\n⟦<think>\nSo.\n</think>\n\nYo{end}⟧"
+    user, answer, end = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"
+    results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
+    system, _, turns = shown({"messages": chat, "tools": [tool]}, template=CHATML).partition(f"</tool_call>{end}")
+    assert system.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one or more functions to ")
+    assert '<tools>\n{"type": "function", "function": {"name": "weather"}}\n</tools>\n\nFor each function' in system
+    assert turns == (
+        f"{user}Hi{end}{answer}⟦Yo{end}⟧{user}Weather?{end}"
+        f"{answer}⟦<think>\nAsk.\n</think>\n\nLet me see.\n{written}\n{written}{end}⟧"
+        f"{user}{results}{end}{answer}⟦{written}{end}⟧"
+        f"{user}<tool_response>\nsun\n</tool_response>{end}{answer}⟦<think>\nSo.\n</think>\n\nYo{end}⟧"
     )
-    assert shown({"messages": chat, "tools": [tool]}, template=CHATML) == expected
 
 
 def test_tokens_of_an_answer_are_found_whatever_offsets_the_tokenizer_has() -> None:
@@ -252,22 +248,21 @@ def test_long_text_has_the_tokens_that_it_has_as_a_whole(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------------------------------------------- ends of a turn
 def test_a_template_that_ends_no_turn_with_a_special_token_is_refused(models: Path) -> None:
     """The model would never stop. A template that only rejects a simple chat is not refused."""
-    plain = PLAIN.replace("{{ eos_token }}", "")
-    write({"none.jinja": plain, "line.jinja": plain.replace("{% endfor", "\n{% endfor"), "eos.jinja": PLAIN})
-    for template in ("chatml", "none.jinja", "line.jinja"):
-        says = f"task.chat_template={template} ends a turn without a * token *: list its marks in task.new_tokens,*"
-        with pytest.raises(UserError) as error:
+    write({"none.jinja": PLAIN.replace("{{ eos_token }}", "\n"), "eos.jinja": PLAIN, "strict.jinja": STRICT})
+    for template in ("chatml", "none.jinja"):
+        says = rf"task.chat_template={template} ends a turn without a .* token .*: list its marks in task.new_tokens,"
+        with pytest.raises(UserError, match=says):
             _ = tiny.task(model=str(models / "llama"), chat_template=template)._tokenizer
-        assert fnmatchcase(str(error.value), says)
-    marks = ["<|im_start|>", "<|im_end|>"]
-    assert tiny.task(chat_template="chatml", new_tokens=marks)._tokenizer.eos_token == "<|im_end|>"
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(marks)  # not special, but tokens
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])  # not special, but tokens
     tokenizer.save_pretrained("known")
-    assert tiny.task(chat_template="chatml", tokenizer="known")._tokenizer.eos_token == "<|im_end|>"
-    write({"strict.jinja": "{{ raise_exception('wants a system message') }}"})
-    for template in ("eos.jinja", "strict.jinja"):
-        assert tiny.task(chat_template=template)._tokenizer.eos_token == END
+    for template, settings, eos in (
+        ("chatml", {"new_tokens": ["<|im_start|>", "<|im_end|>"]}, "<|im_end|>"),
+        ("chatml", {"tokenizer": "known"}, "<|im_end|>"),
+        ("eos.jinja", {}, END),
+        ("strict.jinja", {}, END),
+    ):
+        assert tiny.task(chat_template=template, **settings)._tokenizer.eos_token == eos
 
 
 @pytest.mark.parametrize(("eos", "ends"), [("<|endoftext|>", [256, 258]), ("<|end|>", [258, 256])])
@@ -377,7 +372,6 @@ def test_the_same_rows_are_held_out_for_evaluation_in_each_run() -> None:
 NAMES = ("my-train-0", "training", "my_dev", "testData", "train_test_split_test", ".train_backup")
 NAMED: dict[str, Any] = {f"data/{name}.parquet": [{"text": name}] for name in NAMES}
 SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[str]]]] = {
-    "pandas', with its index": ({"a.CSV": ",text\n0,one\n"}, {"eval_from": "all"}, [["one"], ["one"]]),
     "names of files": (NAMED, {}, [["my-train-0", "training"], ["my_dev"]]),
     "names of files, test": (
         NAMED, {"eval_split": "test"}, [["my-train-0", "training"], ["testData", "train_test_split_test"]],
@@ -386,14 +380,10 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], list[list[str]]]] = {
         {f"data/{name}.jsonl": [{"text": name}] for name in ("train/a", "train/b", "Test/a", ".cache/a")}, {},
         [["train/a", "train/b"], ["Test/a"]],
     ),
-    "a download, with its card": (
-        {"hub/README.md": "---\n---\n", "hub/data/test-0.jsonl": ROWS[1:2], "hub/data/train-0.jsonl": ROWS[:1]}, {},
-        [["row 0"], ["row 1"]],
-    ),
     "a configuration that its card declares": (
-        {"hub/README.md": "---\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: a.jsonl\n"
-         "  - split: test\n    path: b.jsonl\n- config_name: large\n  data_files: c.jsonl\n---\n",
-         "hub/a.jsonl": [{"text": "2024-01-04"}], "hub/b.jsonl": '{"text": "1.10"}\n\n', "hub/c.jsonl": ROWS},
+        {"hub/README.md": "---\nconfigs:\n- config_name: small\n  data_files: [{split: train, path: a.jsonl}, "
+         "{split: test, path: b.jsonl}]\n- config_name: large\n  data_files: c.jsonl\n---\n",
+         "hub/a.jsonl": [{"text": "2024-01-04"}], "hub/b.jsonl": [{"text": "1.10"}], "hub/c.jsonl": ROWS},
         {"dataset_config": "small"}, [["2024-01-04"], ["1.10"]],
     ),
     # a split that is not used need not be readable

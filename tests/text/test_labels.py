@@ -1,4 +1,4 @@
-"""Labels and heads of classifiers: which of a head's names the data mean, and that all of them are trained and exported."""
+"""Labels and heads of classifiers: which labels of a head the data mean, and that all are trained and exported."""
 
 import shutil
 from collections import Counter

@@ -1,5 +1,6 @@
-"""Between two records the host waits for nothing that the device computes. `main`, in a process of its own, counts the
-operators that wait, with varlen attention, as on a GPU: under a mask, transformers asks whether documents share a row."""
+"""Between two records the host waits for nothing that the device computes. `main`, in a process of its own, counts
+operators that wait, with varlen attention, as on a GPU: under a mask, transformers asks whether documents share a row.
+"""
 
 import json
 import sys
