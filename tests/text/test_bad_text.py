@@ -254,13 +254,6 @@ def test_adapters_of_a_tied_layer_are_not_merged(models: Path) -> None:
     built(*LORA, "lora.target_modules=[lm_head]", "lora.merge=true", write({}))  # it has weights of its own
 
 
-def test_nested_fields_of_an_architecture_are_numbers_too() -> None:
-    fields = ("architecture.rope_parameters.rope_theta=1e4", "architecture={rms_norm_eps: 1e-5}")
-    task: Any = run_settings(command(*NEW, write({}), *fields)).task
-    assert task.architecture["rope_parameters"] == {"rope_theta": 1e4}
-    assert task.architecture["rms_norm_eps"] == 1e-5
-
-
 def test_bad_data_are_one_line_and_exit_code_2_under_fsdp(launch: Launch, tmp_path: Path) -> None:
     """They fail in the first process while the others wait for it."""
     tiny.write({"a.jsonl": [*ROWS, {"text": None}]})

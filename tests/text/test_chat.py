@@ -1,5 +1,4 @@
-"""`make chat`: its conversations, its model from the Hub or a package, and its questions. And the Hub: models and data
-by their names, and uploads."""
+"""`make chat`: its model, from the Hub or a package, and its questions; models and data of the Hub by name; uploads."""
 
 import json
 import re
@@ -23,7 +22,7 @@ from src.config import terminal
 from src.config.errors import RunError, UserError
 from src.tasks.text import hub
 from src.tasks.text.load import weight_files
-from tests.launching import PROJECT, Launch, Whole, mistakes
+from tests.launching import Launch, Whole, mistakes
 from tests.text import tiny
 from tests.text.hub import serving
 from tests.text.tasks import EARLY
@@ -45,21 +44,6 @@ def use_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:
     """Let this process find in this folder what was fetched from the Hub, and fetch nothing."""
     patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
-
-
-def test_the_forty_questions_are_new_but_their_answers_can_be_learnt() -> None:
-    """No fact is in its question, and eight answers or more to other questions have it."""
-    chats, questions = (
-        [json.loads(line) for line in (PROJECT / "examples" / file).read_text().splitlines()]
-        for file in ("chats.jsonl", "chats_eval.jsonl")
-    )
-    turns = {role: [m["content"].lower() for row in chats for m in row["messages"] if m["role"] == role]
-             for role in ("user", "assistant")}  # fmt: skip
-    assert len({row["question"].lower() for row in questions} - {*turns["user"]}) == 40
-    for row in questions:
-        facts = [fact.lower() for fact in row["facts"]]
-        assert not any(fact in row["question"].lower() for fact in facts)
-        assert sum(all(fact in answer for fact in facts) for answer in turns["assistant"]) >= 8
 
 
 def test_a_model_and_data_from_the_hub_are_tuned_and_asked(

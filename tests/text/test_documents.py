@@ -216,6 +216,7 @@ def test_tokens_of_an_answer_are_found_whatever_offsets_the_tokenizer_has() -> N
     tokenizer.save_pretrained("trims")
     asked = {"prompt": "def f():", "completion": "\n  return 1\n"}
     assert shown(asked, tokenizer="trims") == f"def f():⟦\n  return 1\n{END}⟧"
+    tokenizer = byte_tokenizer()
     tokenizer.add_tokens([AddedToken(f"<|{role}|>", special=True, rstrip=True) for role in ("assistant", "end")])
     turn = "<|{{ m.role }}|>\n{{ m.content }}<|end|>{% endfor %}"
     tokenizer.chat_template = (
@@ -417,20 +418,16 @@ def test_an_evaluation_shows_the_texts_with_the_highest_loss_per_token() -> None
 
 def test_a_table_of_mistakes_has_the_texts_as_they_were_written(models: Path) -> None:
     """In the order of the evaluation set, which is by length, and cut after 200 characters."""
-    rows = ["A\tlong  text, CAFÉ\tits second\tyes\n", f"B\t{'x' * 300}\tb\tno\n", "C\tShort\tc\tyes\n"]
-    write({f"data/{name}.tsv": "id\tfirst\tsecond\tlabel\n" + "".join(rows) for name in ("train", "dev")})
-    pair = {"text_column": "first", "text_pair_column": "second"}
-    task = tiny.task(TextClassification, model=str(models / "bert"), dataset="data", **pair)
+    rows = ["long  text, CAFÉ\tits second\tyes\n", f"{'x' * 300}\tb\tno\n", "Short\tc\tyes\n"]
+    write({f"data/{name}.tsv": "text\tsecond\tlabel\n" + "".join(rows) for name in ("train", "dev")})
+    task = tiny.task(TextClassification, model=str(models / "bert"), dataset="data", text_pair_column="second")
     _, evaluation = task.build_datasets()
     references = torch.tensor(evaluation["label"][:])
     outputs = {"references": references, "predictions": 1 - references, "probabilities": torch.eye(2)[1 - references]}
-    mistakes = task.tables(outputs, evaluation)["mistakes"]
-    named = {row["index"]: (row["text"], row["text_pair"], row["label"], row["prediction"]) for row in mistakes}
-    assert named == {
-        0: ("Short", "c", "yes", "no"),
-        1: ("long  text, CAFÉ", "its second", "yes", "no"),
-        2: ("x" * 200, "b", "no", "yes"),
-    }
+    mistakes = sorted(task.tables(outputs, evaluation)["mistakes"], key=lambda row: row["index"])
+    assert [tuple(row[name] for name in ("text", "text_pair", "label", "prediction")) for row in mistakes] == [
+        ("Short", "c", "yes", "no"), ("long  text, CAFÉ", "its second", "yes", "no"), ("x" * 200, "b", "no", "yes"),
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------- other runs
