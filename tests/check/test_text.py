@@ -28,7 +28,6 @@ LONGROPE = (
         ("lm with adapters", "fsdp", ("--task.lora.base_dtype=bf16",)),
         ("lm in 4 bits", "ddp", ()),
         ("classifier", "ddp", ("--task.dropout=0.1",)),
-        slow("chat", "fsdp", ()),
     ],
 )
 def test_check_passes_text_tasks_in_bf16_with_frozen_weights(
@@ -36,6 +35,11 @@ def test_check_passes_text_tasks_in_bf16_with_frozen_weights(
 ) -> None:
     task = replace(TEXT[name].ready(shared), launcher_arguments=("--mixed_precision=bf16",))
     assert_all_is_well(task.run(launch, yaml, "--check", *more))
+
+
+@pytest.mark.slow
+def test_check_passes_the_chat_models_real_weights(launch: Launch, shared: Path) -> None:
+    assert "all checks passed" in TEXT["chat"].ready(shared).run(launch, "fsdp", "--check").succeeded().stdout
 
 
 @pytest.mark.parametrize("which", ["quick", slow("slow")])
