@@ -1,4 +1,4 @@
-"""examples/optuna_sweep.py: a search that is stopped, killed or half failed goes on where it was. docs/running.md."""
+"""examples/optuna_sweep.py: a search that is stopped, killed or half failed resumes."""
 
 import json
 import subprocess
