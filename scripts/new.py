@@ -57,15 +57,16 @@ PARTS = {
     ),
     "trackers": Part(
         "trackio and TensorBoard", "src/tracking/accelerate_trackers.py docs/trackers.md", '"trackio" "tensorboard"',
-        needs="choice of trackers",
+        needs="trackers_setting",
     ),
     "wandb": Part(
         "Weights & Biases", "src/tracking/wandb.py src/config/wandb.py docs/wandb.md", '"wandb" wandb',
-        needs="choice of trackers",
+        needs="trackers_setting",
     ),
-    "choice of trackers": Part(files="src/config/trackers.py"),
+    "trackers_setting": Part(files="src/config/trackers.py"),
     "transformers": Part(
-        files="src/tasks/text tests/tasks/encoder.py docs/transformers.md docs/after-training.md", lines="text nf4 -e~.[text] -e~.[nf4]"
+        files="src/tasks/text tests/tasks/encoder.py docs/transformers.md docs/after-training.md",
+        lines="text nf4 -e~.[text] -e~.[nf4]",
     ),
     "causal_lm": Part(files="docs/language-models.md accelerate_configs/fsdp_cp.yaml", needs="transformers"),
     "text_classification": Part(files="docs/classification.md", needs="transformers"),
@@ -73,22 +74,23 @@ PARTS = {
     "token_classification": Part(needs="transformers"),
 }  # fmt: skip
 ALWAYS = (
-    ".devcontainer .dockerignore .github/dependabot.yml .gitignore .pre-commit-config.yaml Dockerfile LICENSE Makefile"
-    " pyproject.toml requirements*.txt train.py accelerate_configs src"
+    ".devcontainer .dockerignore .github/dependabot.yml .github/workflows/test.yml .gitignore .pre-commit-config.yaml"
+    " Dockerfile LICENSE Makefile pyproject.toml requirements*.txt train.py accelerate_configs src"
     " docs/running.md docs/tasks.md docs/stopping-and-resuming.md docs/tracking.md"
     " tests/__init__.py tests/conftest.py tests/launching.py tests/task_tests.py tests/tasks/__init__.py"
 )
-LISTS = "pyproject.toml requirements.txt requirements-dev.txt src/config/trackers.py .gitignore .dockerignore Makefile Dockerfile"
+LISTS = "pyproject.toml requirements*.txt src/config/trackers.py .*ignore .github/dependabot.yml Makefile"
 """The files, besides Python's imports, that have a line for each of several things."""
+DATA_RULE = "data: | setup  ## make the example data, if there is no folder data\n\t@$(BIN)/python -m examples.{}\n\n"
 ONLY_HERE = (
-    '"benchmarks" "docs/learn "scripts" mypy_path pythonpath "machines: chat sweeps -e~.[chat] -e~.[sweeps]'
-    " gt-all kubernetes playwright trackio tensorboard moto s3fs #~No~GPU #~in~place gpu_proof /gpu_proof -include"
+    '"benchmarks" "docs/learn "scripts" mypy_path pythonpath "machines: chat sweeps -e~.[chat] -e~.[sweeps] gt-all'
+    " kubernetes playwright trackio tensorboard moto s3fs gpu_proof /gpu_proof -~{~package-ecosystem:~uv -include"
 )
 """How the lines of LISTS begin that no other project has."""
 
 
 def read(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
+    return file.read_text(encoding="utf-8", errors="surrogateescape")  # as it is, whatever it is
 
 
 MAP = dict(re.findall(r'"(\w+)": "([\w.]+:\w+)"', read(HERE / "src/tasks/__init__.py")))
@@ -129,13 +131,9 @@ class Plan(NamedTuple):
         return Path(self.dest).expanduser().resolve()
 
     @property
-    def left_out(self) -> list[str]:
-        return names_in(self.without, offered(self.task))
-
-    @property
     def kept(self) -> set[str]:
         """Return the task and the parts that the project has. Streaming is of language models."""
-        kept = with_needs({self.task, *offered(self.task)} - {*self.left_out})
+        kept = with_needs({self.task, *offered(self.task)} - {*names_in(self.without, offered(self.task))})
         return kept if "causal_lm" in kept else kept - {"streaming"}
 
 
@@ -146,9 +144,10 @@ def with_needs(names: set[str]) -> set[str]:
 
 
 def offered(task: str) -> list[str]:
-    """Return the parts that a project with this task can do without."""
-    is_text = "transformers" in with_needs({task})
-    return [name for name, part in PARTS.items() if part.about and not (is_text and name == "text")]
+    """Return the parts that a project with this task can do without. Streaming is of language models."""
+    needs = with_needs({task})
+    hidden = {"text"} if "causal_lm" in needs else {"text", "streaming"} if "transformers" in needs else set()
+    return [name for name, part in PARTS.items() if part.about and name not in hidden]
 
 
 def names_in(answer: str, choices: list[str]) -> list[str]:
@@ -158,22 +157,19 @@ def names_in(answer: str, choices: list[str]) -> list[str]:
     return choices if words == ["all"] else [word for word in words if words != ["none"]]
 
 
-# ----------------------------------------------------------------------------------------------- mistakes, questions
-
-
 def mistakes(plan: Plan, is_complete: bool) -> Iterator[str]:
     """Yield the mistakes, one line each. What is missing is one if nobody can be asked for it."""
     if not shutil.which("git"):
         yield "needs git"
     elif not succeeds("git", "-C", str(HERE), "ls-files", "--error-unmatch", __file__):
         yield f"{HERE} is not a git checkout: run `git init && git add --all` there first"
-    if plan.name or is_complete:
-        yield from (f"NAME={error}" for error in name_mistakes(plan.name))
-    if plan.dest or is_complete:
-        yield from (f"DEST={error}" for error in folder_mistakes(plan.dest))
-    if plan.task:
-        yield from (f"TASK={error}" for error in task_mistakes(plan.task))
-    yield from (f"WITHOUT={error}" for error in part_mistakes(plan.without, plan.task))
+    for word, given, errors in (
+        ("NAME", plan.name or is_complete, name_mistakes(plan.name)),
+        ("DEST", plan.dest or is_complete, folder_mistakes(plan.dest)),
+        ("TASK", plan.task, task_mistakes(plan.task)),
+        ("WITHOUT", plan.without, part_mistakes(plan.without, plan.task)),
+    ):
+        yield from (f"{word}={error}" for error in errors if given)
 
 
 def name_mistakes(name: str) -> Iterator[str]:
@@ -207,8 +203,8 @@ def task_mistakes(task: str) -> Iterator[str]:
 
 def part_mistakes(answer: str, task: str) -> Iterator[str]:
     choices = offered(task)
-    for part in names_in(answer, choices):
-        if part not in choices:
+    for part in names_in(answer, [*choices]):
+        if part not in (*choices, "streaming"):
             yield f"{part}: the task {task} needs it" if part == "text" else unknown(part, choices)
 
 
@@ -253,20 +249,17 @@ def ask_for(title: str, question: str, choices: dict[str, str], task: str) -> st
     )
 
 
-# ------------------------------------------------------------------------------------------------------- the project
-
-
 def make(plan: Plan) -> dict[str, str]:
     """Make the project. Its folder gets everything at the end, or nothing. Return what the stubs are filled with."""
     with tempfile.TemporaryDirectory(dir=existing(plan.folder.parent), prefix=".new-") as temporary:
         project = Path(temporary, "project")
         listed = git(HERE, "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
         files = {name for name in listed if name and os.path.lexists(HERE / name)}
-        values = {"name": plan.name, "task": plan.task} | copy_task(project, plan.task, files)
         copy_parts(project, plan, files)
-        drop_lines(project, plan)
+        values = {"name": plan.name, "task": plan.task} | copy_task(project, plan.task, files)
         write_own_files(project, plan, values)
         put_in_names(project, values)
+        drop_lines(project, plan)
         commit(project, plan.name)
         plan.folder.parent.mkdir(parents=True, exist_ok=True)
         project.rename(plan.folder)
@@ -286,34 +279,37 @@ def copy(project: Path, file: str, to: str = "") -> None:
 
 
 def write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    file.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def copy_parts(project: Path, plan: Plan, files: set[str]) -> None:
+    """Copy what each project has, without what is of other tasks and of the parts that it leaves out."""
+    own = {task: Part(files=f"{module_file(MAP[task])} {module_file(path)}") for task, path in TASKS.items()}
+    kept, gone = set[str](), set[str]()
+    for name, part in [*PARTS.items(), *own.items()]:
+        (kept if name in plan.kept else gone).update(matching(files, part.files))
+    for file in (matching(files, ALWAYS) | kept) - (gone - kept):
+        copy(project, file, to=moved(file, plan.task))
 
 
 def copy_task(project: Path, task: str, files: set[str]) -> dict[str, str]:
-    """Copy the task's code, config, tests and example data, and return what `make train` needs of them. What examples/
-    has of it moves to src and configs."""
-    code, config = module_file(TASKS[task]), first_config(task, files)
+    """Copy the task's config, tests and example data. Return what `make train` needs of them."""
+    config = first_config(task, files)
     text = read(HERE / config) if config else f"run_name: {task}\ntask:\n  name: {task}\n"
     maker = "".join(re.findall(r"python -m examples\.(\w+)", text)[:1])
     weights = "weights" if "sentence-transformers/all-MiniLM-L6-v2" in text else ""  # a package has them too
-    own = {code, config, f"configs/{task}.yaml", f"tests/tasks/test_{task}.py"} & files
-    own |= matching(files, " ".join(re.findall(r"examples/[\w/.-]+\w", text))) - {f"examples/{task}.md"}
+    own = {config, f"configs/{task}.yaml", f"tests/tasks/test_{task}.py"} & files
+    own |= matching(files, " ".join(re.findall(r"examples/[\w/.-]+\w", text)))
     own |= {f"examples/{module}.py" for module in ("__init__", maker, weights) if module and (maker or weights)}
     for file in own:
         copy(project, file, to=moved(file, task))
     if not config:
+        (project / "configs").mkdir()
         write(project / f"configs/{task}.yaml", text)
-    return {
-        "code": moved(code, task),
-        "config": moved(config, task) or f"configs/{task}.yaml",
-        "run": re.findall(r"^run_name: (\S+)", text, re.M)[0],
-        "maker": maker,
-        "needs": " data" if maker else "",
-        "installs": ", make the example data" if maker else "",
-        "model": "model=$(or $(MODEL),$$($(BIN)/python -m examples.weights)) && " if weights else "",
-        "settings": "--task.model=$$model " if weights else "",
-    }
+    values = {"code": moved(module_file(TASKS[task]), task), "config": moved(config, task) or f"configs/{task}.yaml"}
+    values |= {"run": re.findall(r"^run_name: (\S+)", text, re.M)[0], "needs": " data" * bool(maker)}
+    values |= {"rule": DATA_RULE.format(maker) * bool(maker), "settings": "--task.model=$$model " * bool(weights)}
+    return values | {"model": "model=$(or $(MODEL),$$($(BIN)/python -m examples.weights)) && " * bool(weights)}
 
 
 def first_config(task: str, files: set[str]) -> str:
@@ -324,90 +320,42 @@ def first_config(task: str, files: set[str]) -> str:
 
 
 def moved(file: str, task: str) -> str:
-    """Return where a project has a file of its task."""
+    """Return where a project has a file of its task: what examples/ has of it moves to src and configs."""
     return file.replace(f"examples/{task}.py", f"src/tasks/{task}.py").replace(f"examples/{task}.", f"configs/{task}.")
-
-
-def copy_parts(project: Path, plan: Plan, files: set[str]) -> None:
-    """Copy what each project has, without what is of other tasks and of the parts that it leaves out."""
-    own = {task: Part(files=f"{module_file(MAP[task])} {module_file(path)}") for task, path in TASKS.items()}
-    kept, gone = set[str](), set[str]()
-    for name, part in [*PARTS.items(), *own.items()]:
-        (kept if name in plan.kept else gone).update(matching(files, part.files))
-    for file in (matching(files, ALWAYS) | kept) - (gone - kept):
-        if not file.startswith("examples/"):
-            copy(project, file)
-
-
-def drop_lines(project: Path, plan: Plan) -> None:
-    """Drop the lines that name what is not there: imports with the lines of lists that use them, and others' lines."""
-    for file in (project / "src").rglob("*.py"):
-        text = read(file)
-        for module, names in re.findall(r"^from (src[\w.]*) import (.*)$", text, re.M):
-            if not is_there(project, module):
-                listed = names.replace(", ", "|")
-                text = re.sub(rf'^(from {module} import {names}| *("\w+": )?({listed}),)\n', "", text, flags=re.M)
-        write(file, text)
-    tasks, own = project / "src/tasks/__init__.py", f'    "{plan.task}": "{MAP[plan.task]}",\n'
-    lines = read(tasks).replace(own, "").splitlines(keepends=True)
-    named = [re.match(r'    "\w+": "([\w.]+):', line) for line in lines]
-    lines = [line for line, name in zip(lines, named, strict=True) if not name or is_there(project, name[1])]
-    lines.insert(lines.index("TASKS = {\n") + 1, own.replace("examples.", "src.tasks."))
-    write(tasks, "".join(lines))
-    words = [ONLY_HERE, *(part.lines for name, part in PARTS.items() if name not in plan.kept)]
-    words += [] if (project / "examples").exists() else ['"examples"']
-    starts = tuple(word.replace("~", " ") for word in " ".join(words).split())
-    for file in (project / name for name in LISTS.split() if (project / name).exists()):
-        kept = [line for line in read(file).splitlines(keepends=True) if not line.strip().startswith(starts)]
-        write(file, "".join(kept))
-
-
-def is_there(project: Path, module: str) -> bool:
-    path = project / module.replace(".", "/")
-    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def write_own_files(project: Path, plan: Plan, values: dict[str, str]) -> None:
     """Write what is about the task and nothing else: README, `make train`, and the likes of them."""
     what, data = page(plan.task)
     values = {"what": what, "data": data, **values}  # the first two name others
-    readme = [line for line in filled("README.md", values).splitlines(keepends=True) if is_complete(project, line)]
-    write(project / "README.md", "".join(readme))
-    write(project / "AGENTS.md", filled("AGENTS.md", values))
-    write(project / ".github/workflows/test.yml", filled("test.yml", values))
-    bot = project / ".github/dependabot.yml"
-    write(bot, read(bot).partition("  - package-ecosystem: uv")[0])
-    rules = filled("rules.mk", values)
-    rules = rules if values["maker"] else re.sub(r"(?ms)^data:.*?(?=^test:)", "", rules)
-    write(project / "Makefile", re.sub(r"(?ms)^train: .*?(?=^lint:)", lambda _: rules, read(project / "Makefile")).replace("\n\n\n", "\n\n"))
+    pages = sorted(page.relative_to(project) for page in [*project.glob("docs/*.md"), *project.glob("plan/*.md")])
+    values["pages"] = "\n".join(f"| {read(project / p)[2:].splitlines()[0]} | [{p.name}]({p}) |" for p in pages)
+    for stub in ("README.md", "AGENTS.md", "rules.mk"):
+        text = read(HERE / "scripts/new" / stub)
+        for name, value in values.items():
+            text = text.replace(f"{{{name}}}", value)
+        write(project / stub, text)
+    rules, makefile = project / "rules.mk", project / "Makefile"
+    write(makefile, re.sub(r"(?ms)^train: .*?(?=^lint:)", lambda _: read(rules), read(makefile)))
+    rules.unlink()
+    tasks = project / "src/tasks/__init__.py"  # its own is the first, which is the default
+    (own,) = re.findall(rf'^    "{plan.task}": .*\n', read(tasks), re.M)
+    write(tasks, read(tasks).replace(own, "").replace("TASKS = {\n", f"TASKS = {{\n{own}"))
     if "wandb" in plan.kept:
         copy(project, "sweeps/blank.yaml", to=f"sweeps/{plan.task}.yaml")
     if not (project / f"tests/tasks/test_{plan.task}.py").exists():
         copy(project, "tests/tasks/test_blank.py", to=f"tests/tasks/test_{plan.task}.py")
 
 
-def filled(stub: str, values: dict[str, str]) -> str:
-    text = read(HERE / "scripts/new" / stub)
-    for name, value in values.items():
-        text = text.replace(f"{{{name}}}", value)
-    return text
-
-
-def is_complete(project: Path, line: str) -> bool:
-    """Return whether a line is no row of a table about a file that is not there."""
-    targets = re.findall(r"\]\(([^)]*)\)", line) if line.startswith("|") else []
-    return all((project / target).exists() for target in targets)
-
-
 def put_in_names(project: Path, values: dict[str, str]) -> None:
     """Name the project, its task, config and runs wherever others are named."""
-    task, config = values["task"], values["config"]
-    names = {f"examples/{task}.": f"configs/{task}.", f"examples.{task}": f"src.tasks.{task}"}
-    names |= {"accelerate-template": values["name"], "name=blank": f"name={task}", "sweeps/blank": f"sweeps/{task}"}
-    names |= {"examples/blank.yaml": config, "blank-sweep": f"{task}-sweep"}
+    task, config, run = values["task"], values["config"], values["run"]
+    names = {"accelerate-template": values["name"], f"examples.{task}": f"src.tasks.{task}"}
+    names |= {f"examples/{task}.py": values["code"], f"examples/{task}.yaml": config, "examples/blank.yaml": config}
+    names |= {"name=blank": f"name={task}", "sweeps/blank": f"sweeps/{task}", "blank-sweep": f"{task}-sweep"}
     if task != "mnist":
-        names |= {"configs/mnist.yaml": config, "runs/mnist": f"runs/{values['run']}"}
-        names |= {"task.name=mnist": f"task.name={task}", "sweeps/mnist.yaml": f"sweeps/{task}.yaml"}
+        names |= {"configs/mnist.yaml": config, "runs/mnist": f"runs/{run}", "task.name=mnist": f"task.name={task}"}
+        names |= {"sweeps/mnist.yaml": f"sweeps/{task}.yaml"}
     for file in filter(Path.is_file, project.rglob("*")):
         text = read(file)
         for old, new in names.items():
@@ -415,6 +363,28 @@ def put_in_names(project: Path, values: dict[str, str]) -> None:
         write(file, text)
     file, what = project / "pyproject.toml", page(task)[0].splitlines()[0]
     write(file, re.sub(r"(?m)^description = .*$", lambda _: f"description = {json.dumps(what)}", read(file)))
+
+
+def drop_lines(project: Path, plan: Plan) -> None:
+    """Drop the lines that name what is not there: imports with the lines of lists that use them, and others' lines."""
+    for file in (project / "src").rglob("*.py"):
+        lines = read(file).splitlines(keepends=True)
+        named = {line: re.match(r'(?:from |    "\w+": ")((?:src|examples)[\w.]*)', line) for line in lines}
+        gone = {line for line, name in named.items() if name and not is_there(project, name[1])}
+        names = {name for line in gone for name in re.findall(r"\w+", line.partition(" import ")[2])}
+        kept = [line for line in lines if line not in gone and re.sub(r'^ *("\w+": )?|,?\n$', "", line) not in names]
+        write(file, "".join(kept))
+    words = [ONLY_HERE, *(part.lines for name, part in PARTS.items() if name not in plan.kept)]
+    words += [] if (project / "examples").exists() else ['"examples"']
+    starts = tuple(word.replace("~", " ") for word in " ".join(words).split())
+    for file in [file for name in LISTS.split() for file in project.glob(name)]:
+        kept = [line for line in read(file).splitlines(keepends=True) if not line.strip().startswith(starts)]
+        write(file, "".join(kept))
+
+
+def is_there(project: Path, module: str) -> bool:
+    path = project / module.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
 
 
 def succeeds(*command: str) -> bool:
@@ -448,7 +418,7 @@ def main(given: Plan) -> None:
     lines = sum(len(read(file).splitlines()) for file in modules)
     print(f"{plan.name} is in {plan.folder}, {lines:,} lines of Python in train.py and src")
     print(f"  task      {plan.task}: {values['code']}, {values['config']}")
-    print(f"  left out  {', '.join(plan.left_out) or 'nothing'}")
+    print(f"  left out  {', '.join(sorted({*offered(plan.task)} - plan.kept)) or 'nothing'}")
     print("  next      " + "\n            ".join([f"cd {shlex.quote(str(plan.folder))}", "make train", "make test"]))
 
 

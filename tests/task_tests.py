@@ -42,10 +42,11 @@ class TaskTests:
     def write(folder: Path) -> None:
         """Write a few rows, as the task reads them; nothing if it needs none."""
 
-    def words(self, folder: Path) -> tuple[str, ...]:
+    @classmethod
+    def words(cls, folder: Path) -> tuple[str, ...]:
         """Write the data into a folder, and return the settings of a short run on them."""
-        self.write(folder)
-        words = f"{self.settings} --log_every=1 --optim.warmup_steps=0".split()
+        cls.write(folder)
+        words = f"{cls.settings} --log_every=1 --optim.warmup_steps=0".split()
         return tuple(word.replace("{folder}", str(folder)) for word in words)
 
     def task(self, folder: Path) -> Any:
@@ -53,17 +54,20 @@ class TaskTests:
         return run_settings([word.replace("{folder}", str(folder)) for word in self.settings.split()]).task
 
     @pytest.fixture(scope="class")
-    def short(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    @classmethod
+    def short(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
         """Return the settings of a short run."""
-        return self.words(tmp_path_factory.mktemp("rows"))
+        return cls.words(tmp_path_factory.mktemp("rows"))
 
     @pytest.fixture(scope="class")
-    def alone(self, launch: Launch, short: tuple[str, ...]) -> Run:
+    @classmethod
+    def alone(cls, launch: Launch, short: tuple[str, ...]) -> Run:
         """Return a run on one process."""
         return launch("cpu", *short).succeeded()
 
     @pytest.fixture(scope="class", params=["ddp", "fsdp"])
-    def split(self, request: pytest.FixtureRequest, launch: Launch, short: tuple[str, ...]) -> Run:
+    @classmethod
+    def split(cls, request: pytest.FixtureRequest, launch: Launch, short: tuple[str, ...]) -> Run:
         """Return the same run on two processes."""
         return launch(request.param, *short, processes=2).succeeded()
 
