@@ -53,7 +53,7 @@ PARTS = {
     "text": Part("language models and text classifiers", needs="causal_lm text_classification"),
     "tools": Part(
         "evaluate, generate and checkpoints, in src/tools",
-        "src/tools/*.py src/tracking/next_step.py src/checkpoint/load.py docs/tools.md",
+        "src/tools src/tracking/next_step.py src/checkpoint/load.py docs/tools.md",
     ),
     "trackers": Part(
         "trackio and TensorBoard", "src/tracking/accelerate_trackers.py docs/trackers.md", '"trackio" "tensorboard"',
@@ -64,11 +64,14 @@ PARTS = {
         needs="trackers_setting",
     ),
     "trackers_setting": Part(files="src/config/trackers.py"),
+    "only here": Part(files="src/tools/plan.py"),
     "transformers": Part(
-        files="src/tasks/text tests/tasks/encoder.py docs/transformers.md docs/after-training.md",
+        files="src/tasks/text plan/four_bits.py tests/tasks/encoder.py docs/transformers.md docs/after-training.md",
         lines="text nf4 -e~.[text] -e~.[nf4]",
     ),
-    "causal_lm": Part(files="docs/language-models.md accelerate_configs/fsdp_cp.yaml", needs="transformers"),
+    "causal_lm": Part(
+        files="src/tools/generate.py docs/language-models.md accelerate_configs/fsdp_cp.yaml", needs="transformers"
+    ),
     "text_classification": Part(files="docs/classification.md", needs="transformers"),
     "dpo": Part(needs="causal_lm"),
     "token_classification": Part(needs="transformers"),
@@ -288,7 +291,7 @@ def copy_parts(project: Path, plan: Plan, files: set[str]) -> None:
     kept, gone = set[str](), set[str]()
     for name, part in [*PARTS.items(), *own.items()]:
         (kept if name in plan.kept else gone).update(matching(files, part.files))
-    for file in (matching(files, ALWAYS) | kept) - (gone - kept):
+    for file in (matching(files, ALWAYS) | kept) - gone:
         copy(project, file, to=moved(file, plan.task))
 
 

@@ -20,7 +20,7 @@ TARGETS = {
     for file in (PROJECT / "Makefile", *PROJECT.glob("*/*.mk"))
     for target in re.findall(r"^([a-z-]+):", file.read_text(), re.MULTILINE)
 }
-TESTS = [*PROJECT.glob("tests/**/test_*.py"), *PROJECT.glob("tests/plan/**/test_*.py")]
+TESTS = [*PROJECT.glob("tests/**/test_*.py")]
 
 
 def read(name: str) -> str:
@@ -92,15 +92,12 @@ def test_each_link_of_a_page_leads_to_a_file_and_to_one_of_its_headings() -> Non
             assert not [name for name in named if not (PROJECT / name).exists()], file
 
 
-def test_each_promise_names_tests_that_exist() -> None:
-    """In the files that its row links to. Tried with a test renamed, one in another file, and a row renamed."""
-    every = [*map(str, TESTS)]
-    for cell in find(r"\|([^|]*)\|$", "docs/promises.md"):
-        files = re.findall(r"\]\(\.\./((?:plan/)?tests/[^)]+\.py)\)", cell) or every
-        tests = "\n".join(map(read, files))
-        for name, row in re.findall(r"`([a-z0-9_]{8,})(?:\[(.+?)\])?`", cell):
-            assert re.search(rf"def test_\w*{name}", tests), (name, cell)
-            assert f'"{row}"' in tests or not row, (row, cell)
+def test_each_promise_links_to_the_file_of_its_tests() -> None:
+    """A row without one is a promise that nothing keeps. (That each file is there, the test of links says.)"""
+    rows = [line for line in read("docs/promises.md").splitlines() if re.match(r"\| (?!---)", line)]
+    without = [row for row in rows if not re.search(r"\]\(\.\./(?:tests|plan)/|\]\(#", row)]
+    assert len(rows) > 60
+    assert all(re.search(r"\| (tests?|test file|kept by) \|$", row) for row in without), without
 
 
 def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
@@ -113,11 +110,11 @@ def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
 
 def test_each_test_is_in_one_part_of_the_nightly_run() -> None:
     """Tried without `make testall ARGS=tests/faults`, and with a part twice."""
-    parts = find(r"make testall ARGS='?([^\s']+)", ".github/workflows/test.yml")
-    files = [file for part in parts for path in PROJECT.glob(part) for file in (*path.glob("**/test_*.py"), path)]
-    elsewhere = {*PROJECT.glob("tests/plan/gpu/test_*.py"), *PROJECT.glob("tests/machines/test_*.py")}
-    expected = {*TESTS} - elsewhere
-    assert sorted(file for file in files if file.is_file()) == sorted(expected)
+    parts = find(r"make testall ARGS='?([^\n']+)", ".github/workflows/nightly.yml")
+    paths = [path for part in parts for pattern in part.split() for path in PROJECT.glob(pattern)]
+    files = [file for path in paths for file in (*path.glob("**/test_*.py"), path)]
+    emulated = {*PROJECT.glob("tests/plan/gpu/test_*.py")}  # which `make test-gpu` runs
+    assert sorted(file for file in files if file.is_file() and file not in emulated) == sorted({*TESTS} - emulated)
 
 
 def test_the_lock_is_of_what_is_required() -> None:
