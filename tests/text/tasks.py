@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from examples.weights import MODELS, WEIGHTS, fetch
+from examples.chat_weights import CHAT
+from examples.weights import MODELS, fetch
 from src.config.errors import UserError
 from tests.curves import Short
 from tests.launching import PROJECT
@@ -22,7 +23,7 @@ STRATEGY += ("--activation_checkpointing=true",)
 MIXTRAL = ("--task.architecture.model_type=mixtral", "--task.architecture.num_local_experts=2")
 FEW_LOGITS = "import src.tasks.text.loss as m; m.CHUNK = 5000\n"
 """Of 19 tokens at a time, as if the vocabulary were large."""
-SMOLLM2 = PROJECT / MODELS / Path(WEIGHTS["chat"].name).name
+SMOLLM2 = PROJECT / MODELS / Path(CHAT.name).name
 
 
 def text(folder: Path) -> None:
@@ -51,7 +52,7 @@ def chat_model(_: Path) -> None:
     if not SMOLLM2.exists():
         try:
             with chdir(PROJECT):
-                fetch(WEIGHTS["chat"], SMOLLM2)
+                fetch(CHAT, SMOLLM2)
         except UserError as error:
             pytest.skip(str(error))
 

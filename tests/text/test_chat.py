@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import ask, weights
 from examples.ask import MAX_TOKENS, Question
-from examples.weights import WEIGHTS, find
+from examples.chat_weights import CHAT
+from examples.weights import find
 from src.checkpoint.export import push_to_hub
 from src.config import terminal
 from src.config.errors import RunError, UserError
@@ -35,7 +36,6 @@ from tests.text.tasks import EARLY
 from train import run_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
-CHAT = WEIGHTS["chat"]
 NAME = CHAT.name
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
