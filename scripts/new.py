@@ -70,7 +70,8 @@ PARTS = {
         lines="text nf4 -e~.[text] -e~.[nf4]",
     ),
     "causal_lm": Part(
-        files="src/tools/generate.py docs/generate.md docs/language-models.md accelerate_configs/fsdp_cp.yaml", needs="transformers"
+        files="src/tools/generate.py docs/generate.md docs/language-models.md accelerate_configs/fsdp_cp.yaml",
+        needs="transformers",
     ),
     "text_classification": Part(files="docs/classification.md", needs="transformers"),
     "dpo": Part(needs="causal_lm"),
