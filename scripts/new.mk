@@ -8,4 +8,4 @@ new: export NEW_DEST := $(value DEST)
 new: export NEW_TASK := $(value TASK)
 new: export NEW_WITHOUT := $(value WITHOUT)
 new:  ## start your own project: it asks for name, folder and task
-	@trap : INT; $(PYTHON) scripts/new_project.py || [ $$? = 130 ]  # which says that you left: make has nothing to add
+	@trap : INT; $(PYTHON) scripts/new.py || [ $$? = 130 ]  # which says that you left: make has nothing to add

@@ -12,6 +12,7 @@ TASKS = {
     "causal_lm": "src.tasks.text.settings:CausalLMSettings",  # room: text
     "streamed_lm": "src.tasks.streaming.settings:StreamedLMSettings",  # room: text+streaming
     "text_classification": "src.tasks.text.settings:TextClassificationSettings",  # room: text
+    "blank": "examples.blank:Blank",
     "dpo": "examples.dpo:Dpo",  # room: text+examples
     "token_classification": "examples.token_classification:TokenClassification",  # room: text+examples
     "image_classification": "examples.image_classification:ImageClassification",  # room: examples

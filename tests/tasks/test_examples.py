@@ -1,19 +1,16 @@
-"""The examples: a task is a file. Those on text: text/test_examples.py."""
+"""The examples on pictures and tables: what they read is what is there, or one line names what is wrong."""
 
-import json
 import math
 import os
 import struct
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import EpsImagePlugin, Image, ImageOps, features
@@ -27,7 +24,7 @@ from src.config.errors import UserError
 from src.config.terminal import BIN
 from src.training.evaluation import evaluate_on_one_process
 from tests.curves import Short
-from tests.launching import Launch, Rounding, Whole, needs, slow
+from tests.launching import Launch, Rounding, Whole
 from train import run_settings
 
 STEPS = ("--max_steps=4", "--save_every=2", "--log_every=1", "--optim.lr=1e-5")  # small, as in test_parity.py
@@ -66,35 +63,12 @@ IMAGES_AND_TABLES = {
 
 @pytest.mark.slow
 def test_batch_norm_depends_on_processes_not_on_strategy(whole: Whole, rounding: Rounding, shared: Path) -> None:
-    """Its statistics are the first process's for all. Tried without sending them under FSDP: another eval/loss."""
+    """Its statistics are the first process's for all."""
     task = IMAGES_AND_TABLES["pictures"].ready(shared)
     alone, ddp, fsdp = (task.run(whole, yaml, BATCH_NORM) for yaml in ("alone", "ddp", "fsdp"))
     assert ddp.losses[0] != pytest.approx(alone.losses[0], rel=1e-3)
     assert fsdp.losses == pytest.approx(ddp.losses, rel=task.run(rounding, "ddp", BATCH_NORM))
     assert fsdp.summary["eval/loss"] == pytest.approx(ddp.summary["eval/loss"], rel=1e-4)
-
-
-@needs("src/tools/evaluate.py")
-@pytest.mark.parametrize(
-    ("what", "norm", "part"),
-    [slow("pictures", [BATCH_NORM], "model"), ("table", [], "checkpoints/step_00000004"), ("pictures", [], "model")],
-)
-def test_its_metrics_are_those_of_the_training(
-    whole: Whole, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    what: str, norm: list[str], part: str,
-) -> None:  # fmt: skip
-    """From what FSDP exported, and from its checkpoint."""
-    run = IMAGES_AND_TABLES[what].ready(shared).run(whole, "fsdp", *norm)
-    file = tmp_path / "predictions.parquet"
-    capsys.readouterr()
-    import_module("src.tools.evaluate").main([str(run.folder / part), f"--output={file}"])
-    found = json.loads(capsys.readouterr().out)
-    assert found == pytest.approx({name: run.summary[name] for name in found}, rel=1e-6)
-    table = pq.read_table(file)
-    assert len(table) == found["eval/examples"]
-    if what == "table":  # as they are in the file, of 64 bits
-        targets = pd.read_csv(shared / "friedman/friedman.csv")["y"]
-        assert table["references"].to_pylist() == targets[table["row"].to_numpy()].tolist()
 
 
 @pytest.mark.slow
@@ -109,19 +83,13 @@ def test_each_reaches_the_figures_in_its_config(launch: Launch, tmp_path: Path) 
         assert low <= run.summary[f"eval/{figure}"] <= high
 
 
-@needs("src/check")
-@pytest.mark.parametrize("what", [slow("pictures"), "table"])
-def test_the_check_finds_no_fault(launch: Launch, shared: Path, what: str) -> None:
-    IMAGES_AND_TABLES[what].ready(shared).run(launch, "fsdp", "--check").succeeded()
-
-
 def test_weights_are_trained_at_a_lower_rate_by_default() -> None:
     assert run_settings(["--task.name=image_classification"]).optim.lr == 3e-3
     assert run_settings(["--task.name=image_classification", "--task.weights=DEFAULT"]).optim.lr == 1e-4
 
 
 def test_weights_come_from_a_file_and_their_statistics_stay(tmp_path: Path) -> None:
-    """All but the head, which is new. Tried without loading them into the frozen layers: a variance of 1."""
+    """All but the head, which is new."""
     theirs = get_model("resnet18")
     theirs.bn1.running_var.fill_(7.0)
     torch.save(theirs.state_dict(), tmp_path / "resnet.pth")
@@ -152,9 +120,8 @@ def test_bad_data_is_one_line(launch: Launch, tmp_path: Path) -> None:
     assert mistakes(tmp_path, "a,b,y\n1,x,2\n2,,3\n3,,\n", ["site"]) == found
 
 
-def test_a_column_is_none_or_once_a_feature(tmp_path: Path) -> None:
-    """Nor is one without a finite scale. Tried without each: pandas calls them Unnamed: 0 and y.1, and the huge one is
-    all zeros."""
+def test_a_csvs_columns_have_names_once_and_finite_scales(tmp_path: Path) -> None:
+    """Nor is one without a finite scale."""
     table = pd.DataFrame({"x": [1.5e308, -1.5e308, 0, 1, 2, 3], "y": range(6)})
     nameless = "has a column without a name, such as row numbers: name it, or leave it out (index=False)"
     assert mistakes(tmp_path, table.to_csv()) == [nameless]
@@ -167,8 +134,7 @@ def test_a_column_is_none_or_once_a_feature(tmp_path: Path) -> None:
     assert train.tensors[0].shape[1] == 2
 
 
-def test_how_many_categories_no_training_row_has_is_said(tmp_path: Path) -> None:
-    """Tried without: 0.0 is not 0, and all zeros without a word."""
+def test_categories_that_no_training_row_has_are_counted(tmp_path: Path) -> None:
     for name, sites in (("a", ["0", "1", "2"]), ("b", ["0.0", "1", ""])):
         rows = [f"{i},{sites[i % 3]},{i}" for i in range(12)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["x,site,y", *rows]))
@@ -209,7 +175,7 @@ def assert_shown(file: Path, expected: Image.Image) -> None:
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "I;16"])
 def test_a_picture_of_any_mode_is_what_a_viewer_shows(grey: Image.Image, tmp_path: Path, mode: str) -> None:
-    """As tensors. Tried with convert("RGB"): 16 bits are white."""
+    """As tensors."""
     file = tmp_path / ("a.tiff" if mode == "CMYK" else "a.png")
     if mode == "I;16":
         values = np.asarray(grey).astype("<u2") * 257
@@ -224,7 +190,6 @@ def test_a_picture_of_any_mode_is_what_a_viewer_shows(grey: Image.Image, tmp_pat
 
 @pytest.mark.parametrize("orientation", [2, 3, 8])
 def test_a_picture_is_turned_as_its_camera_says(grey: Image.Image, tmp_path: Path, orientation: int) -> None:
-    """Tried without: each is shown as it lies in the file."""
     turns = {2: ImageOps.mirror(grey), 3: grey.rotate(180), 8: grey.rotate(270, expand=True)}  # by EXIF's standard
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -234,7 +199,7 @@ def test_a_picture_is_turned_as_its_camera_says(grey: Image.Image, tmp_path: Pat
 
 @pytest.mark.parametrize("mode", ["P", "RGBA"])
 def test_what_is_transparent_is_white(grey: Image.Image, tmp_path: Path, mode: str) -> None:
-    """By half, or one colour of a palette. Tried without: it is what its colour would be."""
+    """By half, or one colour of a palette."""
     if mode == "RGBA":
         made = grey.convert(mode)
         made.putalpha(51)  # a fifth of each
@@ -246,7 +211,7 @@ def test_what_is_transparent_is_white(grey: Image.Image, tmp_path: Path, mode: s
         assert_shown(tmp_path / "a.png", grey.point(lambda value: value or 255))
 
 
-def test_pictures_without_white_and_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_without_a_white_and_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ("I", "F"):
         Image.new(mode, (4, 4)).save(tmp_path / f"{mode}.tiff")
         with pytest.raises(UserError, match=rf"{mode}\.tiff: cannot be read: its mode {mode} does not say which"):
@@ -282,8 +247,7 @@ def png(width: int, height: int) -> bytes:
 def test_a_picture_starts_no_program_and_fills_no_memory(
     cats_and_dogs: Path, content: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever its name says; in a data worker, and before training. Tried without `formats`, and without a bound: it
-    does."""
+    """Whatever its name says; in a data worker, and before training."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/it_ran\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -311,8 +275,7 @@ def cats_and_dogs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_pillow_reads_is_an_example_and_what_is_not_is_said(cats_and_dogs: Path, grey: Image.Image) -> None:
-    """Tried with torchvision's list of suffixes: no gif; and with hidden folders as classes: refused."""
+def test_every_file_is_a_picture_or_counted_as_left_out(cats_and_dogs: Path, grey: Image.Image) -> None:
     cat = cats_and_dogs / "train/cat"
     added = [".gif", ".GIF", ".jfif", ".jpg", ".tga", *([".avif"] if features.check("avif") else [])]
     for suffix in added:
@@ -336,7 +299,7 @@ def test_what_pillow_reads_is_an_example_and_what_is_not_is_said(cats_and_dogs: 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", slice(0, 60)])
 def test_a_broken_picture_is_found_before_training(cats_and_dogs: Path, content: Any) -> None:
-    """Whose beginning is not one, or whose png is cut short. Tried without: the epoch that reads it ends the run."""
+    """Whose beginning is not one, or whose png is cut short."""
     file = cats_and_dogs / "train/dog/3.png"
     file.write_bytes(file.read_bytes()[content] if isinstance(content, slice) else content)
     task = ImageClassification(data_dir=str(cats_and_dogs))
@@ -345,7 +308,7 @@ def test_a_broken_picture_is_found_before_training(cats_and_dogs: Path, content:
 
 
 def test_only_an_empty_cell_is_missing(tmp_path: Path) -> None:
-    """NA is Namibia, and None a name. Tried with pandas' list of what is missing: no category at all."""
+    """NA is Namibia, and None a name."""
     names = ["NA", "None", "null", "nan", "N/A", ""] * 4
     rows = [f"{name},{i % 6}" for i, name in enumerate(names)]
     (tmp_path / "a.csv").write_text("\n".join(["country,y", *rows]))
@@ -383,9 +346,7 @@ def scale_by_hand(values: Any, known: Any) -> tuple[float, float, float]:
     return mean, std, 2 * len(known) * np.finfo(float).eps * np.nanmax(np.abs(values)) / std
 
 
-def test_tables_are_scaled_and_scored_as_by_hand_in_float64(tmp_path: Path) -> None:
-    """Tried with std == 0 as constant, with predictions or references un-scaled in fp32, with inputs scaled in fp32,
-    and with r2 from the variance of equal references."""
+def test_tables_are_scaled_and_scored_in_float64(tmp_path: Path) -> None:
     for seed in range(50):
         random = np.random.default_rng(seed)
         kinds = [*random.choice([*HOSTILE], 4), random.choice([*HOSTILE][:-1])]  # no cell of the target is empty
@@ -427,8 +388,7 @@ def test_tables_are_scaled_and_scored_as_by_hand_in_float64(tmp_path: Path) -> N
             assert scored["r2"] == (errors.max() == 0)
 
 
-def test_the_content_of_pictures_decides_wherever_the_folder_is(cats_and_dogs: Path) -> None:
-    """Tried with paths in the fingerprint: a moved folder differs; with sizes: swapped pictures do not."""
+def test_the_fingerprint_is_of_the_pictures_not_their_paths(cats_and_dogs: Path) -> None:
 
     def fingerprint(folder: Path) -> str:
         task = ImageClassification(data_dir=str(folder))

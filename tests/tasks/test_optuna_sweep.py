@@ -1,4 +1,4 @@
-"""examples/optuna_sweep.py: a search that is stopped, killed or half failed goes on where it was. docs/running.md."""
+"""examples/optuna_sweep.py: a search that is stopped, killed or half failed resumes."""
 
 import json
 import subprocess
@@ -55,7 +55,6 @@ def trials(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_a_killed_search_resumes_its_trial_and_names_the_best(tmp_path: Path) -> None:
-    """Tried without `end_with_parent`: the trial trains on alone; without the heartbeats: others are drawn."""
     words = ("--task.source=digits", "--max_steps=30", "--save_every=4", "--eval_every=8", *QUIET)
     command = [sys.executable, "-m", "examples.optuna_sweep", str(tmp_path / "search"), "2", *words]
     first = tmp_path / "search/trial-00"
@@ -73,8 +72,8 @@ def test_a_killed_search_resumes_its_trial_and_names_the_best(tmp_path: Path) ->
     assert trials(tmp_path / "search") == [("trial-00", "FAIL"), ("trial-00", "COMPLETE"), ("trial-02", "COMPLETE")]
 
 
-def test_a_trial_that_fails_is_tried_once_more_and_does_not_end_the_search(folder: Path) -> None:
-    """In its folder; one that fails twice is given up. Tried without RETRY_FAILED."""
+def test_a_failed_trial_is_retried_once_and_does_not_end_the_search(folder: Path) -> None:
+    """In its folder; one that fails twice is given up."""
     train_by(folder, fails={0: 1, 2: 2})
     optuna_sweep.main(["search", "5"])
     assert trials(folder / "search") == [
@@ -89,7 +88,6 @@ def test_a_trial_that_fails_is_tried_once_more_and_does_not_end_the_search(folde
 
 
 def test_a_trial_that_is_pruned_or_stopped_saves_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried without `should_prune`: it is finished; and without `terminate`: it isn't told."""
     train_by(folder, seconds=5)
     monkeypatch.setattr(optuna.pruners.MedianPruner, "prune", lambda _, study, trial: trial.last_step == 10)
     with pytest.raises(SystemExit, match="no trial has finished"):
@@ -103,7 +101,6 @@ def test_a_trial_that_is_pruned_or_stopped_saves_first(folder: Path, monkeypatch
 
 
 def test_mistakes_are_refused_before_the_first_trial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried without `load_config`, and with another search's study opened."""
     train_by(folder)
     monkeypatch.setattr(optuna_sweep, "METRIC", "eval/acuracy")
     with pytest.raises(

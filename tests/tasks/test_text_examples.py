@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from dataclasses import replace
-from importlib import import_module
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
@@ -21,8 +20,9 @@ from examples.dpo import Dpo
 from examples.token_classification import TokenClassification
 from src.checkpoint.tensors import saved_tensors
 from src.config.errors import UserError
+from src.tools.evaluate import main as evaluate
 from tests.curves import Short
-from tests.launching import Launch, Run, Whole, needs, slow
+from tests.launching import Run, Whole, slow
 from tests.text import tiny
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -81,7 +81,7 @@ def run(whole: Whole, shared: Path, name: str) -> Run:
     return PAIRS_AND_TAGS[name].ready(shared).run(whole, "fsdp")
 
 
-def test_it_learns_what_it_is_to_learn(run: Run, name: str) -> None:
+def test_it_reaches_its_result(run: Run, name: str) -> None:
     """The loss of DPO begins at log 2: the policy is still the reference."""
     metric, bound = RESULTS[name]
     assert run.summary[metric] >= bound
@@ -89,13 +89,11 @@ def test_it_learns_what_it_is_to_learn(run: Run, name: str) -> None:
         assert run.losses[0] == pytest.approx(math.log(2), rel=1e-7)
 
 
-@needs("src/tools/evaluate.py")
-def test_its_metrics_are_those_of_the_training(run: Run, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """From what FSDP exported, and from its checkpoint. Tried with the exported policy as its own reference."""
-    main = import_module("src.tools.evaluate").main
+def test_evaluate_gives_the_metrics_of_training(run: Run, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """From what FSDP exported, and from its checkpoint."""
     for number, part in enumerate(("model", "checkpoints/step_*")):
         capsys.readouterr()
-        main([str(max(run.folder.glob(part))), f"--output={number}.parquet"])
+        evaluate([str(max(run.folder.glob(part))), f"--output={number}.parquet"])
         found = json.loads(capsys.readouterr().out)
         assert found == pytest.approx({metric: run.summary[metric] for metric in found}, rel=1e-4)
         assert len(pq.read_table(f"{number}.parquet")) == found["eval/examples"]
@@ -105,8 +103,7 @@ def test_its_metrics_are_those_of_the_training(run: Run, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("name", ["pairs"])
-def test_the_reference_of_dpo_is_sharded_stays_as_it_was_and_is_in_no_checkpoint(run: Run) -> None:
-    """Tried with a reference that is trained: it has moved, and checkpoints hold both."""
+def test_the_reference_is_sharded_frozen_and_in_no_checkpoint(run: Run) -> None:
     names = [name for name in saved_tensors(run.folder / "checkpoints" / "step_00000014") if "norm.weight" in name]
     assert names
     assert not [name for name in names if "reference" in name]
@@ -115,7 +112,7 @@ def test_the_reference_of_dpo_is_sharded_stays_as_it_was_and_is_in_no_checkpoint
 
 
 def test_the_reference_has_no_dropout() -> None:
-    """Even when the model is told to train. Tried without: it draws masks of its own."""
+    """Even when the model is told to train."""
     model = tiny.task(Dpo, architecture={"model_type": "llama", "attention_dropout": 0.5, **tiny.LLAMA})
     model = model.build_model().train()
     tokens = torch.arange(20).view(1, 2, 10)
@@ -136,7 +133,7 @@ def refused(*rows_and_task: Any, **settings: Any) -> str:
 
 
 def test_rows_that_do_not_fit_are_named(models: Path) -> None:
-    """One of each part, however many there are. Tried with each: 6,000 lines for tags that have no names."""
+    """One of each part, however many there are."""
     rows = [{"tokens": ["Oslo", "."], "tags": names} for names in (["B-LOC", "O"], ["B-LOC"], ["B-LOC", "LOC"])]
     found = "has 2 words, tagged B-LOC: give each one of O B-LOC I-LOC (2 of 3 rows do not fit)"
     says = [f"task.dataset=rows.jsonl: row 2 of the {part} data {found}" for part in ("training", "evaluation")]
@@ -168,7 +165,7 @@ IN_TURNS = "<user>Hi<|endoftext|><assistant>Hello<|endoftext|><user>Who?<|endoft
     ],
 )
 def test_preferences_are_read_from_texts_and_from_chats(models: Path, row: dict[str, Any]) -> None:
-    """As TRL reads them, and only the answers are learnt from. Tried without weights of 0: from earlier turns too."""
+    """As TRL reads them, and only the answers are learnt from."""
     (pair,), _ = task_on([row], Dpo, models / "llama", sequence_length=128).build_datasets()
     tokenizer: Any = AutoTokenizer.from_pretrained(models / "llama")
     for chunk, answer in zip(pair, ("Ada", "You"), strict=True):
@@ -190,26 +187,16 @@ def test_preferences_are_read_from_texts_and_from_chats(models: Path, row: dict[
     ],
 )
 def test_preferences_that_would_be_read_in_part_are_refused(models: Path, rows: list[Any], says: str) -> None:
-    """Tried without each condition: the text of a prompt is left out, or chats are compared that share none."""
     assert says in refused(rows, Dpo, models / "llama", sequence_length=128)
 
 
-def test_preferences_of_a_model_that_sees_the_answer_are_refused(models: Path) -> None:
-    """Tried without the trial: an encoder trains, on labels that are in its inputs."""
+def test_a_model_that_sees_the_answer_is_refused(models: Path) -> None:
     with pytest.raises(UserError, match="^bert sees the tokens that it has to predict, as an encoder does: name a dec"):
         task_on([WHOLE], Dpo, models / "bert").build_model()
 
 
-@needs("src/check")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PAIRS_AND_TAGS)
-def test_the_check_finds_no_fault(launch: Launch, shared: Path, name: str) -> None:
-    task = replace(PAIRS_AND_TAGS[name], before="").ready(shared)
-    assert "all checks passed" in task.run(launch, "fsdp", "--check").succeeded().stdout
-
-
-def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path) -> None:
-    """As a tokenizer may drop one. Tried without: the names after it are one word off, and the row is truncated."""
+def test_each_word_keeps_its_tag_where_a_word_has_no_token(models: Path) -> None:
+    """As a tokenizer may drop one."""
     words, tags = ["the", "", "man", "Anna", "Smith", "saw", "Paris"], ["O", "O", "O", "B-PER", "I-PER", "O", "B-LOC"]
     tokenizer: Any = AutoTokenizer.from_pretrained(shutil.copytree(models / "bert", "bert"))
     splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()]
@@ -232,7 +219,7 @@ def test_each_word_has_its_tag_where_a_word_has_no_token(models: Path) -> None:
 
 
 def test_tags_of_a_head_keep_its_order(models: Path) -> None:
-    """And those of a sentence alone are trained. Tried without: B-LOC is what the model knows as I-PER."""
+    """And those of a sentence alone are trained."""
     names = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
     shutil.copytree(models / "bert", "head")
     tiny.write({"head/config.json": {"id2label": dict(enumerate(names))}})
@@ -250,8 +237,8 @@ def test_tags_of_a_head_keep_its_order(models: Path) -> None:
     assert (len(train) + len(evaluation), {*chain(*evaluation["tags"])}) == (60, {"O"})
 
 
-def test_names_are_whole() -> None:
-    """As in CoNLL-2003: an I- that nothing begins begins a name. Tried without (?!\\S): AB goes on with A."""
+def test_entities_are_scored_as_a_whole() -> None:
+    """As in CoNLL-2003: an I- that nothing begins begins a name."""
     task = tiny.task(TokenClassification)
     found = {(0, 0, 1, "A"), (0, 2, 2, "AB"), (0, 4, 4, "A"), (0, 5, 6, "A")}
     assert task._names([["I-A", "I-A", "I-AB", "O", "B-A", "B-A", "I-A"]]) == found

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from examples.weights import MODELS, WEIGHTS, fetch
+from examples import chat_weights
+from examples.weights import MODELS, fetch
 from src.config.errors import UserError
 from tests.curves import Short
 from tests.launching import PROJECT
@@ -21,7 +22,7 @@ EARLY = (
 MIXTRAL = ("--task.architecture.model_type=mixtral", "--task.architecture.num_local_experts=2")
 FEW_LOGITS = "import src.tasks.text.loss as m; m.CHUNK = 5000\n"
 """Logits of 19 tokens at a time, as if the vocabulary were large."""
-SMOLLM2 = PROJECT / MODELS / Path(WEIGHTS["chat"].name).name
+SMOLLM2 = PROJECT / MODELS / Path(chat_weights.CHAT.name).name
 
 
 def text(folder: Path) -> None:
@@ -53,7 +54,7 @@ def chat_model(_: Path) -> None:
     if not SMOLLM2.exists():
         try:
             with chdir(PROJECT):
-                fetch(WEIGHTS["chat"], SMOLLM2)
+                fetch(chat_weights.CHAT, SMOLLM2)
         except UserError as error:
             pytest.skip(str(error))
 

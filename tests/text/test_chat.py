@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import ask, weights
 from examples.ask import MAX_TOKENS, Question
-from examples.weights import WEIGHTS, find
+from examples.chat_weights import CHAT
+from examples.weights import find
 from src.checkpoint.export import push_to_hub
 from src.config import terminal
 from src.config.errors import RunError, UserError
@@ -29,7 +30,6 @@ from tests.text.tasks import EARLY
 from train import run_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's
-CHAT = WEIGHTS["chat"]
 QUESTIONS = [("What is the?", ["the"]), ("And of?", ["of", "IT"]), ("A much longer question, is it not?", ["e"])]
 NOWHERE = "http://127.0.0.1:9"
 """An address where nobody listens."""

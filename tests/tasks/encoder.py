@@ -1,4 +1,14 @@
-def write_model(folder: Path) -> None:
+"""A tiny encoder, for the tests of tasks that fine-tune one."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForMaskedLM
+
+from src.tasks.text.tokenizing import byte_tokenizer
+
+
+def write_encoder(folder: Path) -> None:
     """Write a tiny encoder with random weights, and a tokenizer of bytes."""
     tokenizer = byte_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
