@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.check.split_faults import FAULTS
-from tests.check.test_check import assert_all_is_well, rows
+from tests.check.test_check import assert_passes, rows
 from tests.launching import QUIET, Launch, slow
 from tests.text.tasks import TEXT, over
 from tests.text.tiny import NEW_LLAMA, questions
@@ -34,7 +34,7 @@ def test_a_task_with_ragged_counts_is_well(launch: Launch, shared: Path, name: s
     """In bf16, with frozen weights in bf16 or in 4 bits. Tried with frozen weights that compute in bf16: gradients are
     off. One with shared sequences: the next test but one. A language model under DDP, but for a fault: the last one."""
     task = replace(TEXT[name].ready(shared), launcher_arguments=("--mixed_precision=bf16",))
-    assert_all_is_well(task.run(launch, yaml, "--check", *more))
+    assert_passes(task.run(launch, yaml, "--check", *more))
 
 
 @pytest.mark.slow
