@@ -45,7 +45,8 @@ class Host:
         command = ["setpriv", "--pdeathsig=KILL", "unshare", *namespaces, "bash", "-ec", setup]
         self._holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._holder.stdout
-        assert self._holder.stdout.readline() == "ready\n"
+        self._output = self._holder.stdout
+        assert self._output.readline() == "ready\n"
         self.pid = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()[0]
         self.enter = ("nsenter", f"--target={self.pid}", "--all", f"--wd={PROJECT}")
         """Before a command, makes it run on this host, in the project's folder."""
@@ -57,7 +58,8 @@ class Host:
     def close(self) -> None:
         """Fail as by a power failure, though connections are closed."""
         self._holder.kill()
-        self._holder.communicate()
+        self._holder.wait()
+        self._output.close()
         for group in sorted(self._group.glob("**/"), reverse=True):
             wait(lambda: not (group / "tasks").read_text(), 30)  # noqa: B023  # its last processes are dying
             group.rmdir()
