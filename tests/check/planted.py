@@ -58,16 +58,6 @@ def build_smaller(build: Hook, self: MnistCnn, dropout: float = 1.0) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ the data
-def with_seed(change: Callable[..., Any]) -> Hook:
-    """Change what seeds an augmentation: a list of the run's seed, the epoch and the example's place."""
-    return lambda seed, config, epoch, *of: change(seed, config, epoch, *of) if of else seed(config, epoch)
-
-
-def with_epoch(change: Callable[[int], int]) -> Hook:
-    """Change the epoch whose order is drawn."""
-    return lambda seed, config, epoch, *of: seed(config, epoch if of else change(epoch), *of)
-
-
 def shuffle_anew(build: Hook) -> tuple[Digits, Digits]:
     train_set, eval_set = build()
     order = torch.from_numpy(np.random.default_rng().permutation(len(eval_set)))
@@ -251,7 +241,7 @@ SEED, ORDER, LOAD = (f"src.training.batches.{name}" for name in ("epoch_seed", "
 LOSS, EVALUATE = "src.tasks.mnist.Mnist.loss", "src.tasks.mnist.Mnist.evaluate"
 READ, BUILD = "src.tasks.mnist.Digits.__getitems__", "src.tasks.mnist.MnistCnn.__init__"
 STEP, BATCHES, OPTIMIZERS = "train.train_step", "train.evaluate_batches", "train.build_optimizers"
-CLIPPED, MUON, SMALL = ("--optim.max_grad_norm=1",), ("--optim.name=muon",), ("--micro_batch_size=4",)
+CLIPPED, MUON = ("--optim.max_grad_norm=1",), ("--optim.name=muon",)
 ROTATED, STILL = ("--task.rotation=5",), ("--task.rotation=0", "--task.shift=0")
 BATCH_NORM = "BatchNorm lets an example's loss depend on its neighbours: use GroupNorm"
 MEAN_OF_MEANS = "a mean of each process's or each batch's mean"
@@ -268,9 +258,10 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("every process reads the same shard", "ddp", "processes read the same examples", ORDER,
          lambda order, run, *rest: np.repeat(order(run, *rest)[:: run.world_size], run.world_size), (),
          "719 missing, 719 duplicated, on process 1"),
-        ("set_epoch forgotten", "fsdp", "set_epoch was forgotten", SEED, with_epoch(lambda _: 0)),
+        ("set_epoch forgotten", "fsdp", "set_epoch was forgotten",
+         SEED, lambda seed, config, epoch, *of: seed(config, epoch if of else 0, *of)),
         ("an order that repeats from epoch 3 on", "cpu", "set_epoch was forgotten",
-         SEED, with_epoch(lambda epoch: epoch % 2), STILL),
+         SEED, lambda seed, config, epoch, *of: seed(config, epoch if of else epoch % 2, *of), STILL),
         ("one sample dropped", "ddp", "examples are left out", ORDER, lambda order, *args: order(*args)[:-1], (),
          "1 missing"),
         ("one sample doubled in evaluation", "ddp", "examples are counted twice",
@@ -287,12 +278,12 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
         ("a dataset with unseeded random numbers, on one process", "cpu", "unseeded random numbers in the",
          READ, flip_unseeded, STILL),
         ("an augmentation that depends on the process", "ddp", "random numbers that depend on the process",
-         SEED, with_seed(lambda seed, config, epoch, *of: seed(config, epoch, *(part + rank() for part in of))),
-         ROTATED),
+         SEED, lambda seed, config, epoch, *of: seed(config, epoch, *(part + rank() for part in of)), ROTATED),
         ("an augmentation that is the same from epoch 3 on", "cpu", "unseeded random numbers",
-         SEED, with_seed(lambda seed, config, epoch, *of: seed(config, min(epoch, 1), *of)), ROTATED),
+         SEED, lambda seed, config, epoch, *of: seed(config, min(epoch, 1) if of else epoch, *of), ROTATED),
         ("an augmentation without the seed", "cpu", "unseeded random numbers",
-         SEED, with_seed(lambda seed, config, *of: [0, *of]), (*ROTATED, "--seed=1")),
+         SEED, lambda seed, config, epoch, *of: [0, epoch, *of] if of else seed(config, epoch),
+         (*ROTATED, "--seed=1")),
     ],
     "Same start": [
         ("a process seeded differently at start", "fsdp", "processes built different models",
@@ -319,7 +310,8 @@ ROWS: dict[str, list[tuple[Any, ...]]] = {
     ],
     "Steps": [
         ("the loss averaged per micro-batch, with ragged counts", "ddp", "a mean of means", STEP,
-         weighted(lambda batch, number, counts: counts["targets"] / (batch.counts["targets"] * number * 2)), SMALL),
+         weighted(lambda batch, number, counts: counts["targets"] / (batch.counts["targets"] * number * 2)),
+         ("--micro_batch_size=4",)),
         ("a mean over the micro-batches", "cpu", "micro-batches are averaged",
          STEP, weighted(lambda _, number, __: 1 / number)),
         ("gradients summed, not averaged", "fsdp", "a sum that was not divided", STEP, weighted(lambda *_: 2.0)),

@@ -121,9 +121,7 @@ def test_an_extended_run_resumes_from_its_end(launch: Launch, whole: Whole, tmp_
     assert logged == pytest.approx(means, rel=1e-12)
 
 
-def test_a_stopped_run_that_is_extended_has_the_log_of_one_that_was_not(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
+def test_an_extended_run_has_the_log_of_one_that_never_ended(launch: Launch, whole: Whole, tmp_path: Path) -> None:
     """Its last evaluation, made when it was resumed right before it, is in no checkpoint."""
     finished = whole("cpu", *ALL)
     folder = cut_back(finished, tmp_path / "run", 12)

