@@ -4,6 +4,7 @@ import contextlib
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,8 @@ def test_whatever_kills_a_run_it_resumes_exactly(
     leaves: int | None, again: str,
 ) -> None:  # fmt: skip
     """With dropout and processes that load data. `leaves`: the newest checkpoint; `again`: the yaml to resume under."""
-    folder, planted = tmp_path / "run", {"FAULT": fault, "FAULT_STEP": str(step), "FAULT_RANK": str(rank)}
+    folder = tmp_path / "run"
+    planted: dict[str, Any] = {"FAULT": fault, "FAULT_STEP": str(step), "FAULT_RANK": str(rank)}
     with Started(yaml, *TINY, *WORKER, folder=folder, real=real, **planted) as started:
         killed = started.wait_for(f"step {step - 1:6}/").ended(seconds=10)
     assert killed.exit_code != 0
@@ -121,8 +123,9 @@ def test_a_process_reports_what_no_other_has_reported(
 def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path) -> None:
     """After 3 seconds here."""
     before = "import src.distributed.process; src.distributed.process.GRACE_SECONDS = 1"
-    fault = {"FAULT": "hang", "FAULT_RANK": "1", "FAULT_STEP": "7", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    with Started("ddp", *TINY, "--timeout_minutes=0.05", folder=tmp_path / "run", before=before, **fault) as started:  # type: ignore[arg-type]
+    fault: dict[str, Any] = {"FAULT": "hang", "FAULT_RANK": "1", "FAULT_STEP": "7"}
+    fault["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
+    with Started("ddp", *TINY, "--timeout_minutes=0.05", folder=tmp_path / "run", before=before, **fault) as started:
         hung = started.wait_for("step      6/").ended(seconds=25)
     assert hung.exit_code != 0
     assert hung.messages == ["train.py: process 0 timed out (timeout_minutes) waiting for another process"]

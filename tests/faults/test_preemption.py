@@ -120,7 +120,8 @@ def test_max_hours_saves_whatever_the_wall_clock_does(launch: Launch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, slow(signal.SIGTERM)])
 def test_a_signal_during_the_start_ends_it_at_once(tmp_path: Path, number: signal.Signals, real: bool) -> None:
     """While the data is built or, under the real launcher, during the imports. The next start begins anew."""
-    folder, fault = tmp_path / "run", {} if real else {"FAULT": "slow data"}
+    folder = tmp_path / "run"
+    fault: dict[str, Any] = {} if real else {"FAULT": "slow data"}
     with Started("cpu", *TINY, folder=folder, real=real, **fault) as started:
         (trainer,) = started.wait_for_handlers(number)
         started.wait_for("" if real else "building the data")
@@ -147,7 +148,7 @@ def test_a_signal_ends_a_resume_that_waits_for_a_lost_peer(whole: Whole, tmp_pat
 
 @pytest.mark.parametrize("real", [False, slow(True)])
 def test_a_launcher_that_dies_during_the_start_leaves_no_orphan(tmp_path: Path, real: bool) -> None:
-    fault = {} if real else {"FAULT": "slow data"}
+    fault: dict[str, Any] = {} if real else {"FAULT": "slow data"}
     with Started("cpu", *LONG, folder=tmp_path / "run", real=real, **fault) as started:
         started.wait_for_handlers(signal.SIGTERM)
         started.wait_for("" if real else "building the data")

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,8 +99,9 @@ def test_file_systems_may_refuse_chmod_and_fsync_of_folders(launch: Launch, whol
 @pytest.mark.slow
 def test_a_save_in_which_a_process_hangs_ends_the_run(tmp_path: Path) -> None:
     """No further checkpoint could be saved."""
-    fault = {"FAULT": "stuck save", "FAULT_STEP": "8", "FAULT_RANK": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    with Started("ddp", *TINY, "--timeout_minutes=0.1", folder=tmp_path / "run", **fault) as started:  # type: ignore[arg-type]
+    fault: dict[str, Any] = {"FAULT": "stuck save", "FAULT_STEP": "8", "FAULT_RANK": "1"}
+    fault["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"
+    with Started("ddp", *TINY, "--timeout_minutes=0.1", folder=tmp_path / "run", **fault) as started:
         stuck = started.ended()
     assert stuck.exit_code != 0
     assert "process 0 timed out (timeout_minutes) waiting for another process" in stuck.messages[0]
