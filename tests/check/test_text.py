@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.check.split_faults import FAULTS
-from tests.check.test_check import assert_all_is_well, rows
+from tests.check.test_check import assert_passes, rows
 from tests.launching import QUIET, Launch, slow
 from tests.text.tasks import TEXT, over
 from tests.text.tiny import NEW_LLAMA, questions, write
@@ -34,7 +34,7 @@ def test_check_passes_text_tasks_in_bf16_with_frozen_weights(
     launch: Launch, shared: Path, name: str, yaml: str, more: Any
 ) -> None:
     task = replace(TEXT[name].ready(shared), launcher_arguments=("--mixed_precision=bf16",))
-    assert_all_is_well(task.run(launch, yaml, "--check", *more))
+    assert_passes(task.run(launch, yaml, "--check", *more))
 
 
 @pytest.mark.slow

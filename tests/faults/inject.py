@@ -1,4 +1,4 @@
-"""Faults that `plant` puts into a process before train.py: FAULT says which, FAULT_RANK where, FAULT_STEP when."""
+"""Plants a fault into a process before train.py begins: FAULT names it, FAULT_RANK the process, FAULT_STEP the step."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -18,6 +18,8 @@ from src.checkpoint import files, write
 from src.tasks.mnist import Mnist
 
 STEP = int(os.environ.get("FAULT_STEP", "0"))
+CHECKPOINT = f"step_{STEP:08d}"
+FOREVER = 10_000
 
 
 def before(owner: Any, name: str, fault: Callable[..., float | None]) -> None:
@@ -32,22 +34,19 @@ def before(owner: Any, name: str, fault: Callable[..., float | None]) -> None:
     setattr(owner, name, patched)
 
 
-def in_steps(fault: Callable[[], float | None], steps: range = range(STEP, STEP + 1)) -> Callable[[], None]:
-    """In the forward pass of these steps, counted from 1 in this process, after every save before has been completed:
-    else, which one is the newest would be a matter of chance."""
+def in_steps(fault: Callable[[], float | None], steps: range = range(STEP, STEP + 1)) -> None:
+    """Plant it in the forward pass of these steps, counted from 1 in this process. Saves wait until they are published
+    and mirrored, so that the newest checkpoint is not a matter of chance."""
     calls, save = itertools.count(1), write.CheckpointWriter.save
 
     def save_and_wait(self: write.CheckpointWriter, metrics_bytes: int, run_id: str) -> None:
         save(self, metrics_bytes, run_id)
         self.poll(wait=True)
         if hasattr(self._store, "copier"):
-            self._store.copier.apply(int)  # after the copy in the mirror
+            self._store.copier.apply(int)
 
-    def plant() -> None:
-        before(Mnist, "loss", lambda _, model, __: fault() if model.training and next(calls) in steps else None)
-        write.CheckpointWriter.save = save_and_wait  # type: ignore[method-assign]
-
-    return plant
+    before(Mnist, "loss", lambda _, model, __: fault() if model.training and next(calls) in steps else None)
+    write.CheckpointWriter.save = save_and_wait  # type: ignore[method-assign]
 
 
 def die() -> None:
@@ -58,48 +57,40 @@ def fail() -> None:
     raise RuntimeError("the root cause")
 
 
-def build_for_ever(*_: Any) -> None:
+def build_forever(*_: Any) -> None:
     print("building the data", flush=True)
-    time.sleep(10_000)
+    time.sleep(FOREVER)
 
 
 def wait_in_cpp(*_: Any) -> None:
-    """As for a process that is lost, in code that Python's own handlers of signals don't interrupt."""
+    """Wait as for a lost process, in C++ code that Python's signal handlers don't interrupt."""
     print("waiting for others", flush=True)
-    TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(hours=1), wait_for_workers=False).get("what none says")
+    TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(hours=1), wait_for_workers=False).get("never set")
 
 
-def in_the_save(seconds: float) -> None:
-    before(write.StorageWriter, "write_data", lambda w, *_: time.sleep(seconds) if is_at_step(w.checkpoint) else None)
-
-
-def is_at_step(checkpoint: Path) -> bool:
-    return checkpoint.name == f"step_{STEP:08d}"
+def sleep_in_save(writer: write.StorageWriter, *_: Any, seconds: float) -> None:
+    time.sleep(seconds if writer.checkpoint.name == CHECKPOINT else 0)
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "die": in_steps(die),
-    "raise": in_steps(fail),
-    "hang": in_steps(lambda: time.sleep(10_000)),
-    "nan": in_steps(lambda: math.nan),
-    "nan forever": in_steps(lambda: math.nan, range(STEP, 10**9)),
-    "die before publication": lambda: before(
-        write, "publish", lambda folder, files, checkpoint: die() if is_at_step(checkpoint) else None
-    ),
-    "die in rotation": lambda: before(
-        files.shutil, "rmtree", lambda path, **_: die() if "deleted_" in str(path) else None
-    ),
-    "slow save": lambda: in_the_save(3),
-    "stuck save": lambda: in_the_save(10_000),
+    "die": lambda: in_steps(die),
+    "raise": lambda: in_steps(fail),
+    "hang": lambda: in_steps(lambda: time.sleep(FOREVER)),
+    "nan": lambda: in_steps(lambda: math.nan),
+    "nan forever": lambda: in_steps(lambda: math.nan, range(STEP, 10**9)),
+    "die before publication": lambda: before(write, "publish", lambda *a: die() if a[2].name == CHECKPOINT else None),
+    "die in rotation": lambda: before(files.shutil, "rmtree", lambda p, **_: die() if "deleted_" in str(p) else None),
+    "slow save": lambda: before(write.StorageWriter, "write_data", partial(sleep_in_save, seconds=3)),
+    "stuck save": lambda: before(write.StorageWriter, "write_data", partial(sleep_in_save, seconds=FOREVER)),
     "lost while they meet": lambda: before(src.distributed.accelerator, "find_launcher", wait_in_cpp),
     "lost while data are built": lambda: before(Mnist, "build_datasets", wait_in_cpp),
-    "slow data": lambda: before(Mnist, "build_datasets", build_for_ever),
+    "slow data": lambda: before(Mnist, "build_datasets", build_forever),
     "slow evaluation": lambda: before(Mnist, "evaluate", lambda *_: time.sleep(1)),
 }
 
 
 def plant() -> None:
-    """In this process, if it is the one: by default, the first."""
+    """Plant the fault, if this is the process to fail; by default, all do."""
     rank = os.environ.get("RANK", "0")
     if os.environ.get("FAULT_RANK", rank) == rank:
         FAULTS[os.environ["FAULT"]]()

@@ -1,4 +1,4 @@
-"""What the fault tests share: a short run, runs in the background, and what makes two runs the same."""
+"""What the tests of faults share: short runs, killed and resumed runs, and what makes two runs the same."""
 
 import json
 import shutil
@@ -25,33 +25,30 @@ from tests.launching import Launch, Run, Started
 SHORT = ("--max_steps=30", "--log_every=1", "--save_every=8", "--eval_every=23")
 """An epoch has 23 steps: checkpoints at 8, 16, 24 and 30, evaluations at 23 and 30. With dropout."""
 TINY = ("--max_steps=14", "--log_every=1", "--save_every=4", "--eval_every=8", "--global_batch_size=16")
-"""As short as can be: checkpoints at 4, 8, 12 and 14, evaluations at 8 and 14. With dropout."""
+"""Checkpoints at 4, 8, 12 and 14, evaluations at 8 and 14. With dropout."""
 ALL = (*TINY, "--checkpoint.keep_last=9")
-"""The same run, with all of its checkpoints."""
-
+"""The same run, which keeps all of its checkpoints."""
 WORKER = ("--num_workers=1",)
-
-
 ORIGIN = RunInputs(
     settings={}, examples=5, schedule_steps=1, fingerprints=["one", "other"], data_state={}, frozen_norm=0.0,
     strategy="single", precision="fp32", num_processes=1, versions={},
 )  # fmt: skip
-"""That of a run that never was."""
+"""The inputs of a run that is made up."""
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Without the lock, which this process keeps until it ends."""
+    """Return all files, by path, without the lock, which this process holds until it ends."""
     paths = (path for path in folder.rglob("*") if path.name != LOCK)
     return {path: path.read_bytes() if path.is_file() else b"" for path in paths}
 
 
 def checkpoints(folder: Path) -> list[int]:
-    """The steps that have one."""
+    """Return the steps that have a checkpoint."""
     return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("checkpoints/step_*"))
 
 
 def cut_back(whole: Run, folder: Path, *steps: int) -> Path:
-    """A copy of the run as if it had been killed in its last steps, with the checkpoints of `steps` alone."""
+    """Copy the run as if it had been killed in its last steps, with the checkpoints of these steps alone."""
     shutil.copytree(whole.folder, folder)
     for path in folder.glob("checkpoints/step_*"):
         if int(path.name.removeprefix("step_")) not in steps:
@@ -63,7 +60,7 @@ def cut_back(whole: Run, folder: Path, *steps: int) -> Path:
 
 
 def killed_and_resumed(launch: Launch, yaml: str, arguments: tuple[str, ...], folder: Path) -> Run:
-    """Killed when the checkpoint of step 8 and records up to step 12 are there, and launched again as it was."""
+    """Kill a run once it has a checkpoint of step 8 and records up to step 12, and launch it again."""
     with Started(yaml, *arguments, folder=folder) as started:
         started.wait_for("step     12/").wait_until(lambda: 8 in checkpoints(folder)).kill_all()
     run = launch(yaml, *arguments, folder=folder).succeeded()
@@ -72,7 +69,7 @@ def killed_and_resumed(launch: Launch, yaml: str, arguments: tuple[str, ...], fo
 
 
 def found(folder: Path, *arguments: str) -> ResumePoint:
-    """What TINY goes on from in this folder, on one process, which is this one and locks it until it ends."""
+    """Return what TINY resumes from in this folder, on this process, which locks the folder until it ends."""
     accelerator = Accelerator(cpu=True)
     config = run_settings([f"--output_dir={folder}", "--task.source=digits", *TINY, *arguments])
     with open_store(accelerator, config) as store:
@@ -80,13 +77,13 @@ def found(folder: Path, *arguments: str) -> ResumePoint:
 
 
 def refusal(folder: Path, *arguments: str) -> list[str]:
+    """Return the lines that TINY is refused with in this folder."""
     with pytest.raises(UserError) as error:
         found(folder, *arguments)
     return str(error.value).splitlines()
 
 
 def curve(run: Run) -> list[dict[str, Any]]:
-    """metrics.jsonl without the times."""
     return without_times(run.records)
 
 
@@ -99,7 +96,7 @@ def evaluations(run: Run) -> list[dict[str, Any]]:
 
 
 def relist(checkpoint: Path, name: str) -> None:
-    """Put a file that was changed into the manifest, as if it had been saved so."""
+    """Put a changed file into the manifest, as if it had been saved like that."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"][name] = file_facts(checkpoint / name)
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
@@ -110,14 +107,14 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def whole_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All that it has, by name."""
+    """Return a checkpoint's tensors, unsharded, by name."""
     tensors = {name: torch.empty(facts.size) for name, facts in saved_tensors(checkpoint).items()}
     dcp.load(tensors, storage_reader=StorageReader(str(checkpoint)))
     return tensors
 
 
 def assert_same_run(run: Run, whole: Run) -> None:
-    """Bitwise: every record, in order, each once, and the final weights."""
+    """Compare bit for bit: every record, in order, each once, and the final weights."""
     assert curve(run) == curve(whole)
     assert_equal(weights(run), weights(whole))
 

@@ -1,4 +1,4 @@
-"""A run that was killed goes on exactly: losses, record and final weights are those of a run in one piece."""
+"""A run that was stopped resumes exactly: log, order of the data and final weights are those of one that was not."""
 
 import itertools
 import shutil
@@ -33,47 +33,8 @@ from tests.launching import Launch, Rounding, Whole
 from train import run_settings
 
 SMOOTH = ("--task.dropout=0", "--optim.lr=1e-4", *ALL)
-EVERY_STRATEGY = [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("fsdp_offload", 2)]
-
+STRATEGIES = [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("fsdp_offload", 2)]
 WITH_HSDP = [(("fsdp", 2), ("hsdp", 4)), (("hsdp", 4), ("cpu", 1)), (("hsdp", 4), ("hsdp", 4))]
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("strategies")
-@pytest.mark.parametrize(("origin", "to"), list(itertools.permutations(EVERY_STRATEGY, 2)) + WITH_HSDP)
-def test_saved_under_any_strategy_and_resumed_under_any_other(
-    launch: Launch, whole: Whole, rounding: Rounding, origin: tuple[str, int], to: tuple[str, int]
-) -> None:
-    """Tried without taking shards apart anew: reading fails. Tried with a checkpoint of another seed: losses differ."""
-    saved = whole(origin[0], *SMOOTH, processes=origin[1])
-    source = saved.folder / "checkpoints" / "step_00000008"
-    run = launch(to[0], *SMOOTH, f"--resume={source}", processes=to[1]).succeeded()
-    alone = whole("cpu", *SMOOTH, processes=1)
-    assert run.records[0]["step"] == 9
-    within = rounding("cpu", *SMOOTH, processes=1)
-    assert run.losses == pytest.approx(alone.losses[8:], rel=within)
-    assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=within)
-    assert f"saved under {saved.summary['strategy']} x {origin[1]}" in run.stdout
-
-
-TOLD = """
-from src.training.progress import Progress
-metrics = Progress.training_metrics
-def told(self, num_examples, is_fp16):
-    print(f"after step {self.step}: of {num_examples} examples")
-    return metrics(self, num_examples, is_fp16)
-Progress.training_metrics = told
-"""
-
-
-def test_the_first_record_is_of_all_since_the_last_one(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Whatever log_every is by then: its seconds are. Tried with the grid of the new log_every: 16 examples."""
-    folder = cut_back(whole("cpu", *ALL, "--log_every=5"), tmp_path / "run", 8)
-    run = launch("cpu", *ALL, folder=folder, before=TOLD).succeeded()
-    assert "after step 9: of 64 examples" in run.stdout
-    assert "after step 10: of 16 examples" in run.stdout
-
-
 EPOCH = (*TINY, "--max_steps=10", "--save_every=8", "--global_batch_size=200")
 """An epoch has 8 steps, the last of 38 examples: a checkpoint and an evaluation at its end."""
 ALL_TASKS = TASKS | {
@@ -98,15 +59,14 @@ TABLE += (  # room: examples
 TABLE += (  # room: text+examples
     "pairs             -    -    slow -",
 )
-"""Killed for real, and otherwise: test_killed.py, test_preemption.py, text/test_streaming.py."""
+"""Runs that end at a checkpoint; test_killed.py and test_preemption.py kill runs for real."""
 
 
 @pytest.mark.parametrize(("name", "yaml", "processes"), cells(*TABLE))
-def test_each_task_goes_on_to_the_last_bit(
+def test_each_task_resumes_exactly(
     launch: Launch, whole: Whole, shared: Path, tmp_path: Path, name: str, yaml: str, processes: int
 ) -> None:
-    """With dropout, accumulation and packing, into the second epoch. Tried without: restoring random numbers, optimizer
-    and sums, cutting order and record off, `step > progress.evaluated`, the remainder of the largest seed."""
+    """With dropout, accumulation and packing, into the second epoch."""
     task = ALL_TASKS[name].ready(shared)
     expected = task.run(whole, yaml)
     run = task.run(launch, yaml, folder=cut_back(expected, tmp_path / "run", task.saved)).succeeded()
@@ -116,8 +76,39 @@ def test_each_task_goes_on_to_the_last_bit(
     assert_equal(whole_tensors(run.folder / last), whole_tensors(expected.folder / last))
 
 
-def test_a_longer_run_goes_on_from_the_end(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Each record is the mean since the last. Tried without restoring what was summed up: it is of fewer steps."""
+@pytest.mark.slow
+@pytest.mark.xdist_group("strategies")
+@pytest.mark.parametrize(("origin", "to"), list(itertools.permutations(STRATEGIES, 2)) + WITH_HSDP)
+def test_saved_under_any_strategy_it_resumes_under_any_other(
+    launch: Launch, whole: Whole, rounding: Rounding, origin: tuple[str, int], to: tuple[str, int]
+) -> None:
+    saved = whole(origin[0], *SMOOTH, processes=origin[1])
+    source = saved.folder / "checkpoints" / "step_00000008"
+    run = launch(to[0], *SMOOTH, f"--resume={source}", processes=to[1]).succeeded()
+    alone, within = whole("cpu", *SMOOTH, processes=1), rounding("cpu", *SMOOTH, processes=1)
+    assert run.records[0]["step"] == 9
+    assert run.losses == pytest.approx(alone.losses[8:], rel=within)
+    assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=within)
+    assert f"saved under {saved.summary['strategy']} x {origin[1]}" in run.stdout
+
+
+def test_resuming_reads_no_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the last of an epoch's 8 steps, the 7 before it are not made."""
+    made = Mock(side_effect=batches.fetch_batch)
+    monkeypatch.setattr(batches, "fetch_batch", made)
+    config = run_settings(["--task.source=digits", *EPOCH])
+    train_set, _ = config.task.build_datasets()
+    place = {"data_rank": 0, "data_size": 1, "steps_per_epoch": 8, "device": torch.device("cpu")}
+    run: Any = SimpleNamespace(config=config, train_set=train_set, **place)
+    *_, ((expected, *_),) = batches.training_steps(run, 0, 8)
+    made.reset_mock()
+    (((data, *_),),) = batches.training_steps(run, 7, 8)
+    assert torch.equal(data["images"], expected["images"])
+    assert made.call_count == 1
+
+
+def test_an_extended_run_resumes_from_its_end(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Each record is the mean over all steps since the last one."""
     expected, arguments, folder = whole("cpu", *ALL), (*TINY, "--log_every=4"), tmp_path / "run"
     shorter = launch("cpu", *arguments, "--max_steps=6", folder=folder).succeeded()
     assert (shorter.summary["step"], (folder / "model").is_dir()) == (6, True)
@@ -126,12 +117,25 @@ def test_a_longer_run_goes_on_from_the_end(launch: Launch, whole: Whole, tmp_pat
     assert_equal(weights(longer), weights(expected))
     assert evaluations(longer)[1:] == evaluations(expected)
     means = {end: np.mean(expected.losses[start:end]) for start, end in ((0, 4), (4, 6), (4, 8), (8, 12), (12, 14))}
-    found = {record["step"]: record["train/loss"] for record in longer.records if "train/loss" in record}
-    assert found == pytest.approx(means, rel=1e-12)
+    logged = {record["step"]: record["train/loss"] for record in longer.records if "train/loss" in record}
+    assert logged == pytest.approx(means, rel=1e-12)
+
+
+def test_an_extended_run_has_the_log_of_one_that_never_ended(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Its last evaluation, made when it was resumed right before it, is in no checkpoint."""
+    finished = whole("cpu", *ALL)
+    folder = cut_back(finished, tmp_path / "run", 12)
+    own = f"{folder}/checkpoints/step_00000012"
+    launch("cpu", *TINY, "--max_steps=12", f"--resume={own}", folder=folder).succeeded()
+    refused = launch("cpu", *TINY, "--max_steps=11", folder=folder)
+    assert refused.messages == [f"train.py: {own} already has 12 steps, but epochs=10 and max_steps=11 make 11"]
+    longer = launch("cpu", *TINY, folder=folder).succeeded()
+    assert curve(longer) == curve(finished)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["resume"] == "auto", "not a branch"
 
 
 def test_a_finished_run_is_exported_anew(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Or where its model was deleted. Tried without: "nothing to do"."""
+    """By other settings, or as its model was deleted."""
     folder = Path(shutil.copytree(whole("cpu", *ALL).folder, tmp_path / "run"))
     best = (*TINY, "--checkpoint.export_best=true", "--checkpoint.mode=max")
     before, last = (record["eval/loss"] for record in evaluations(whole("cpu", *ALL)))
@@ -142,62 +146,23 @@ def test_a_finished_run_is_exported_anew(launch: Launch, whole: Whole, tmp_path:
     assert (folder / "model" / "model.safetensors").exists()
 
 
-def move(folder: Path, to: Path) -> None:
-    """And leave a link."""
-    shutil.move(folder, to)
-    folder.symlink_to(to)
-
-
-def test_checkpoints_on_another_disk_are_the_runs_own(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Of a moved one, rotation deletes the link alone. Tried with resolving the link: the record is cut to nothing."""
+def test_checkpoints_may_be_links_to_another_disk(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """All of them, or one: rotation deletes its link alone."""
     finished = whole("cpu", *ALL)
     folder = cut_back(finished, tmp_path / "run", 4, 8, 12)
-    move(folder / "checkpoints" / "step_00000004", tmp_path / "alone")
-    move(folder / "checkpoints", tmp_path / "disk")
+    for path, to in (("checkpoints/step_00000004", "alone"), ("checkpoints", "disk")):
+        shutil.move(folder / path, tmp_path / to)
+        (folder / path).symlink_to(tmp_path / to)
     assert_same_run(launch("cpu", *TINY, folder=folder).succeeded(), finished)
     assert checkpoints(folder) == [12, 14]
     assert (tmp_path / "alone" / "manifest.json").exists()
     before = contents(tmp_path)
-    again = launch("cpu", *TINY, folder=folder).succeeded()
-    says = "this run has finished; to train longer, raise --epochs or --max_steps"
-    assert again.stdout.splitlines()[-1].endswith(says)
+    assert "this run has finished" in launch("cpu", *TINY, folder=folder).succeeded().stdout
     assert contents(tmp_path) == before
 
 
-def test_a_run_that_ended_early_and_is_extended_has_the_log_of_one_that_did_not(
-    launch: Launch, whole: Whole, tmp_path: Path
-) -> None:
-    """Its last evaluation, made when resumed right before it, is in no checkpoint. Tried with naming the own
-    checkpoint: a branch."""
-    finished = whole("cpu", *ALL)
-    folder = cut_back(finished, tmp_path / "run", 12)
-    own = f"{folder}/checkpoints/step_00000012"
-    launch("cpu", *TINY, "--max_steps=12", f"--resume={own}", folder=folder).succeeded()
-    refused = launch("cpu", *TINY, "--max_steps=11", folder=folder)
-    assert refused.messages == [f"train.py: {own} already has 12 steps, but epochs=10 and max_steps=11 make 11"]
-    longer = launch("cpu", *TINY, folder=folder).succeeded()
-    assert [record["step"] for record in evaluations(longer)] == [8, 14]
-    assert curve(longer) == curve(finished)
-    assert yaml.safe_load((folder / "config.yaml").read_text())["resume"] == "auto"
-
-
-def test_resuming_reads_no_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is cut off, not replayed. Tried with skipping batches instead: 8 are made."""
-    made = Mock(side_effect=batches.fetch_batch)
-    monkeypatch.setattr(batches, "fetch_batch", made)
-    config = run_settings(["--task.source=digits", *EPOCH])
-    train_set, _ = config.task.build_datasets()
-    facts = {"data_rank": 0, "data_size": 1, "steps_per_epoch": 8, "device": torch.device("cpu")}
-    run: Any = SimpleNamespace(config=config, train_set=train_set, **facts)
-    *_, ((expected, *_),) = batches.training_steps(run, 0, 8)
-    made.reset_mock()
-    (((data, *_),),) = batches.training_steps(run, 7, 8)
-    assert torch.equal(data["images"], expected["images"])
-    assert made.call_count == 1
-
-
-def test_a_branch_goes_on_by_the_same_command(launch: Launch, whole: Whole, tmp_path: Path) -> None:
-    """Tried without `config.origin` in config.yaml: the third launch starts over."""
+def test_a_branch_resumes_by_the_same_command(launch: Launch, whole: Whole, tmp_path: Path) -> None:
+    """Though it was killed before its first checkpoint."""
     trunk = whole("cpu", *ALL).folder
     origin, before = trunk / "checkpoints" / "step_00000012", contents(trunk)
     folder, branch, arguments = tmp_path / "run", f"--resume={origin}", (*TINY, "--save_every=5")

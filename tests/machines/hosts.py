@@ -5,17 +5,16 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
-from tests.launching import PROJECT, SECONDS, clean_environment
+from tests.launching import PROJECT, SECONDS, clean_environment, wait
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 """Control groups of version 1, if there are any: where Slurm then keeps a step's processes, as most clusters do."""
 
 
 def why_not(*programs: str) -> str | None:
-    """Return why this machine can't be several, which have these programs; None if it can."""
+    """Return why this machine, with these programs, cannot play several; None if it can."""
     if absent := [each for each in ("ip", "nsenter", "unshare", "setpriv", *programs) if shutil.which(each) is None]:
         return f"{', '.join(absent)}: not installed (Debian: iproute2, util-linux, slurm-wlm, munge)"
     if os.geteuid():
@@ -25,7 +24,7 @@ def why_not(*programs: str) -> str | None:
 
 
 def run(*command: str, **environment: str) -> str:
-    """Run a command of this machine's. Return what it printed."""
+    """Run a command on this machine. Return its output."""
     env = clean_environment(**environment)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
@@ -33,7 +32,7 @@ def run(*command: str, **environment: str) -> str:
 
 
 class Host:
-    """A host of this machine, with this file as its /etc/hosts, on a network of its own."""
+    """A host of this machine, with a file as its /etc/hosts, and a network of its own."""
 
     def __init__(self, name: str, names: Path) -> None:
         namespaces = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -50,26 +49,24 @@ class Host:
         assert self._output.readline() == "ready\n"
         self.pid = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()[0]
         self.enter = ("nsenter", f"--target={self.pid}", "--all", f"--wd={PROJECT}")
-        """What makes a command behind it run there, in the project's folder."""
+        """Before a command, makes it run on this host, in the project's folder."""
 
     def __call__(self, *command: str, **environment: str) -> str:
-        """Run a command there. Return what it printed."""
+        """Run a command on this host. Return its output."""
         return run(*self.enter, *command, **environment)
 
     def close(self) -> None:
-        """As when its power fails, though its connections are closed."""
+        """Fail as by a power failure, though connections are closed."""
         self._holder.kill()
         self._holder.wait()
         self._output.close()
-        for group in sorted(self._group.glob("**/"), reverse=True):  # it is one of these, if it is there
-            end = time.monotonic() + 30
-            while (group / "tasks").read_text() and time.monotonic() < end:  # its last processes are still dying
-                time.sleep(0.05)
+        for group in sorted(self._group.glob("**/"), reverse=True):
+            wait(lambda: not (group / "tasks").read_text(), 30)  # noqa: B023  # its last processes are dying
             group.rmdir()
 
 
 class Network(contextlib.ExitStack):
-    """Hosts by name, the first of which is the others' bridge, with addresses and the lines of /etc/hosts by name."""
+    """Hosts by name, with these addresses and lines of /etc/hosts. The first one is the bridge between them."""
 
     def __init__(self, folder: Path, addresses: dict[str, str], names: dict[str, str]) -> None:
         super().__init__()
@@ -88,6 +85,6 @@ class Network(contextlib.ExitStack):
             host("ip", "link", "set", "eth0", "up")
 
     def bridge(self, *words: str) -> None:
-        """Say this to `ip link` on the bridge, where each host's cable has its name."""
+        """Call `ip link` on the bridge, where each host's cable has its name."""
         first, *_ = self.hosts.values()
         run("nsenter", f"--target={first.pid}", "--net", "ip", "link", *words)

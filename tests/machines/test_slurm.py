@@ -1,4 +1,4 @@
-"""launchers/slurm.sbatch on a real slurmctld and three slurmd, each on a host of its own."""
+"""Slurm jobs that are signalled, preempted, cancelled or fail, on a real slurmctld and three slurmd."""
 
 import os
 import re
@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import BIN, PROJECT, WANDB, Run, Whole, wait
+from tests.launching import BIN, PROJECT, QUIET, Run, Whole, wait
 from tests.machines.hosts import FREEZER, Network, why_not
 
 REASON = why_not("slurmctld", "slurmd", "sbatch", "munged")
 pytestmark = [pytest.mark.machines, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
-STEPS = 80
-SETTINGS = (f"--max_steps={STEPS}", "--log_every=1")
+SETTINGS = ("--max_steps=80", "--log_every=1")
 SINGLE = "accelerate_configs/cpu.yaml"
-ENDLESS = ("--epochs=100000", "--log_every=1")
 STUB = """\
 #!/bin/bash
-# in place of accelerate: one node fails, which makes the other stop and say so, before there is anything to save
+# in place of accelerate: one node fails, and makes the other stop, before there is anything to save
 if [ "$SLURM_NODEID" = 1 ]; then
     until [ -e started ]; do sleep 0.1; done
     touch failed
@@ -31,8 +29,6 @@ sleep 1
 echo '{"status": "preempted", "checkpoint": null}' > "$STATUS"
 exit 1
 """
-
-
 HOSTS = {"control": "10.87.21.100", "node1": "10.87.21.1", "node2": "10.87.21.2", "node3": "10.87.21.3"}
 CONF = """\
 ClusterName=test
@@ -54,9 +50,7 @@ SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=node1 NodeAddr={node1} CPUs=2
-NodeName=node2 NodeAddr={node2} CPUs=2
-NodeName=node3 NodeAddr={node3} CPUs=2
+NodeName=node[1-3] NodeAddr=10.87.21.[1-3] CPUs=2
 PartitionName=normal Nodes=ALL Default=YES
 PartitionName=graceful Nodes=ALL GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
@@ -89,17 +83,9 @@ class Cluster(Network):
         """Run a command on the host of the controller. Return what it printed."""
         return self.hosts["control"](*command, **self._environment, **environment)
 
-    def submit(self, *words: str, **environment: str) -> str:
-        """Submit launchers/slurm.sbatch with these options and settings. Return the job's number."""
-        own = [f"--output={self.folder}/%j.log"]
-        return self("sbatch", "--parsable", *own, *words, **environment).strip()
-
     def job(self, number: str) -> dict[str, str]:
+        """Return what the controller says of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", number)))
-
-    def log(self, number: str) -> str:
-        file = self.folder / f"{number}.log"
-        return file.read_text() if file.exists() else ""
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         wait(condition, say=lambda: {file.name: file.read_text()[-3000:] for file in self.folder.glob("*.log")})
@@ -113,79 +99,60 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @dataclass
 class Job:
-    """A job of the script, which trains on the digits in `folder`."""
+    """A job that trains in `folder`."""
 
     cluster: Cluster
     number: str
     folder: Path
 
     def __getitem__(self, what: str) -> str:
-        """What the controller says of it, such as its JobState."""
         return self.cluster.job(self.number).get(what, "")
 
     @property
     def log(self) -> str:
-        return self.cluster.log(self.number)
-
-    def wait_for(self, text: str) -> None:
-        self.cluster.wait_until(lambda: text in self.log)
-
-    def ended(self) -> str:
-        """Returns: its state, when it has ended."""
-        self.cluster.wait_until(lambda: self["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
-        return self["JobState"]
-
-    def signal(self) -> None:
-        """As Slurm does before the end of the time: to all processes of the step, not to the script."""
-        self.cluster("scancel", "--signal=TERM", self.number)
+        file = self.cluster.folder / f"{self.number}.log"
+        return file.read_text() if file.exists() else ""
 
     @property
     def run(self) -> Run:
         return Run(0, "", "", self.folder)
 
+    def wait_for(self, text: str) -> None:
+        self.cluster.wait_until(lambda: text in self.log)
 
-def submit(
-    cluster: Cluster, folder: Path, *settings: str, options: tuple[str, ...] = (), wandb: str = "disabled", **more: str
-) -> Job:
-    own = ["--task.source=digits", f"--output_dir={folder}", *([f"--wandb.mode={wandb}"] if WANDB else [])]
-    return Job(cluster, cluster.submit(*options, "launchers/slurm.sbatch", *own, *settings, **more), folder)
+    def ended(self) -> str:
+        """Return its state, when it has ended."""
+        self.cluster.wait_until(lambda: self["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
+        return self["JobState"]
 
 
-@pytest.fixture(scope="module")
-def finished(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job on two nodes that was told to save, went on and got to its end."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    job = submit(cluster, folder, *SETTINGS, options=("--nodes=2",), wandb="offline")
+def submit(cluster: Cluster, folder: Path, *settings: str, options: tuple[str, ...] = (), **more: str) -> Job:
+    """Submit launchers/slurm.sbatch, to train on the digits."""
+    words = ["launchers/slurm.sbatch", "--task.source=digits", f"--output_dir={folder}", *QUIET, *settings]
+    own = ["--parsable", f"--output={cluster.folder}/%j.log"]
+    return Job(cluster, cluster("sbatch", *own, *options, *words, **more).strip(), folder)
+
+
+def test_a_job_that_is_asked_to_save_resumes_exactly(cluster: Cluster, tmp_path: Path, whole: Whole) -> None:
+    """Slurm signals all processes of the step. A finished run is not trained again."""
+    job = submit(cluster, tmp_path / "run", *SETTINGS, options=("--nodes=2",))
     job.wait_for("step      5/")
-    job.signal()
+    cluster("scancel", "--signal=TERM", job.number)
     assert job.ended() == "COMPLETED", job.log
-    return job
-
-
-def test_a_job_that_is_told_to_save_goes_on_and_has_the_curve_of_one_in_one_piece(finished: Job, whole: Whole) -> None:
-    assert finished["Restarts"] == "1"
-    assert "by SIGTERM; to resume" in finished.log
-    assert finished["NumNodes"] == "2"
-    assert finished.run.losses == whole("ddp", *SETTINGS, processes=2).losses
-
-
-@pytest.mark.skipif(not WANDB, reason="Weights & Biases was thrown out")
-def test_it_goes_on_in_the_same_run_of_weights_and_biases(finished: Job) -> None:
-    parts = [folder.name.split("-")[-1] for folder in finished.folder.glob("wandb/offline-run-*")]
-    assert (len(parts), len(set(parts))) == (2, 1)
-
-
-def test_a_finished_run_is_not_trained_again(cluster: Cluster, finished: Job) -> None:
-    record = finished.run.records
-    again = submit(cluster, finished.folder, *SETTINGS, wandb="offline", YAML=SINGLE)
+    assert (job["Restarts"], job["NumNodes"]) == ("1", "2")
+    assert "by SIGTERM; to resume" in job.log
+    assert job.run.losses == whole("ddp", *SETTINGS, processes=2).losses
+    records = job.run.records
+    again = submit(cluster, job.folder, *SETTINGS, YAML=SINGLE)
     assert again.ended() == "COMPLETED"
     assert "this run has finished" in again.log
-    assert finished.run.records == record
+    assert job.run.records == records
 
 
-def test_what_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
     """Even if it has been stopped before, or one node's failure makes another one stop."""
-    (tmp_path / "failing").mkdir()
+    for name in ("failing", "lost"):
+        (tmp_path / name).mkdir()
     (tmp_path / "failing/status.json").write_text('{"status": "preempted", "checkpoint": null}')
     failing = submit(cluster, tmp_path / "failing", "--task.source=mnist", "--task.data_dir=/nowhere")
     mistaken = submit(cluster, tmp_path / "mistaken", "--max_step=3")
@@ -196,7 +163,6 @@ def test_what_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> No
     launcher.chmod(0o755)
     for name in ("train.py", "src"):
         (stub / name).symlink_to(PROJECT / name)
-    (tmp_path / "lost").mkdir()
     lost = submit(cluster, tmp_path / "lost", options=("--nodes=2", f"--chdir={stub}"))
 
     for job, code in ((failing, "1:0"), (mistaken, "2:0"), (lost, "3:0")):
@@ -208,8 +174,8 @@ def test_what_fails_is_not_started_again(cluster: Cluster, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partition", ["normal", "graceful"])
-def test_a_job_makes_room_for_an_urgent_one(cluster: Cluster, tmp_path: Path, whole: Whole, partition: str) -> None:
-    """At once, with 30 seconds to save (KillWait), or within the partition's GraceTime."""
+def test_a_preempted_job_saves_and_resumes(cluster: Cluster, tmp_path: Path, whole: Whole, partition: str) -> None:
+    """It has 30 seconds to save (KillWait), or the partition's GraceTime."""
     job = submit(cluster, tmp_path / "run", *SETTINGS, options=("--nodes=2", "--exclusive", f"--partition={partition}"))
     job.wait_for("step      5/")
     quick = ("--output=/dev/null", "--wrap=sleep 1")
@@ -221,9 +187,10 @@ def test_a_job_makes_room_for_an_urgent_one(cluster: Cluster, tmp_path: Path, wh
 
 
 @pytest.mark.slow
-def test_it_is_told_to_save_before_its_time_ends_and_cancelled_it_stays_away(cluster: Cluster, tmp_path: Path) -> None:
-    """Of a single process too, whose launcher would not wait for it."""
-    job = submit(cluster, tmp_path / "run", *ENDLESS, options=("--time=10", "--signal=TERM@60"), YAML=SINGLE)
+def test_a_job_saves_before_its_time_ends_and_ends_when_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    """With a single process too, whose launcher would not wait for it."""
+    endless = ("--epochs=100000", "--log_every=1")
+    job = submit(cluster, tmp_path / "run", *endless, options=("--time=10", "--signal=TERM@60"), YAML=SINGLE)
     job.wait_for("step      5/")
     cluster("scontrol", "update", f"JobId={job.number}", "EndTime=now+90")
     cluster.wait_until(lambda: job["Restarts"] == "1")
