@@ -184,8 +184,7 @@ def test_a_misspelt_task_is_named_and_kept() -> None:
 @pytest.mark.parametrize(
     ("arguments", "lines"),
     [
-        # `more` is no value of --fp16, which stands before another option
-        ("--fp16 --config=a.yaml more", [
+        ("--fp16 --config=a.yaml more", [  # `more` is no value of --fp16, which stands before another option
             "more: not understood; settings are written --name=value",
             "a.yaml: num_epochs: 3: use epochs, a whole number, or null for a schedule that spans max_steps",
             "a.yaml: fsdp_config.fsdp_version: 2: use --config_file accelerate_configs/fsdp.yaml before train.py",

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -132,38 +133,24 @@ def test_a_yaml_that_asks_for_what_is_not_supported_is_refused(
     assert fnmatchcase(found, says.format(file=file)), found
 
 
-KEPT = {
-    "sharding_strategy": "FULL_SHARD", "backward_prefetch": "BACKWARD_PRE", "forward_prefetch": False,
-    "use_orig_params": True, "sync_module_states": True,
-}  # fmt: skip
-"""Keys of FSDP 1 that ask for what FSDP 2 does anyway."""
-OLD = KEPT | {"reshard_after_forward": "SHARD_GRAD_OP", "backward_prefetch": "NO_PREFETCH", "forward_prefetch": True}
-OLD |= {"use_orig_params": False}
-SAYS = ["SHARD_GRAD_OP *: write fsdp_reshard_after_forward: false instead", "fsdp_backward_prefetch *", "fsdp_forward*"]
-SAYS += ["fsdp_use_orig_params *: leave it out, as FSDP 2 always keeps the original parameters"]
+OLD = {"version": 1, "sharding_strategy": "HYBRID_SHARD", "reshard_after_forward": "SHARD_GRAD_OP"}
+OLD |= {"backward_prefetch": "NO_PREFETCH", "forward_prefetch": True, "use_orig_params": False}
+SAME = {"sharding_strategy": "FULL_SHARD", "backward_prefetch": "BACKWARD_PRE", "use_orig_params": True}
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        (OLD, SAYS),
-        (OLD | {"version": 1}, ["*: in the yaml's fsdp_config, set fsdp_version: 2; *", *SAYS]),
-        ({"sharding_strategy": 2}, SAYS[:1]),  # as `accelerate config` once wrote it
-        ({"sharding_strategy": "NO_SHARD"}, ["NO_SHARD *: use accelerate_configs/ddp.yaml instead"]),
-        ({"sharding_strategy": "HYBRID_SHARD"}, ["HYBRID_SHARD * as in accelerate_configs/hsdp.yaml"]),
-        (KEPT, []),
-    ],
+    ("keys", "lines"), [(OLD, 6), ({"sharding_strategy": 2}, 1), ({"sharding_strategy": "NO_SHARD"}, 1), (SAME, 0)]
 )
-def test_keys_of_fsdp_1_are_answered_with_those_of_fsdp_2(
-    launch: Launch, tmp_path: Path, keys: dict[str, object], says: list[str]
+def test_keys_of_fsdp_1_are_answered_all_at_once(
+    launch: Launch, tmp_path: Path, keys: dict[str, object], lines: int
 ) -> None:
-    """All at once. Accelerate ignores them."""
+    """Accelerate ignores them. Those that ask for what FSDP 2 does may stay."""
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(fsdp(**{f"fsdp_{key}": value for key, value in keys.items()})))
     run = launch(file, "--dry-run")
-    assert run.exit_code == (2 if says else 0)
-    assert len(run.messages) == len(says)
-    assert all(fnmatchcase(line, f"train.py: {pattern}") for line, pattern in zip(run.messages, says, strict=True))
+    assert run.exit_code == (2 if lines else 0)
+    assert len(run.messages) == lines
+    assert all(re.search(r"FSDP (version )?1\b.*: (in|write|use|leave) ", line) for line in run.messages)
 
 
 @needs("src/tasks/text")
@@ -240,7 +227,7 @@ def test_torchrun_works_without_an_accelerate_yaml(tmp_path: Path) -> None:
 
 
 TAKES_LONG = """
-import os, time
+import time
 from datetime import timedelta
 from accelerate import Accelerator, InitProcessGroupKwargs
 from src.distributed.accelerator import local_main_process_first
@@ -248,8 +235,7 @@ from src.distributed.accelerator import local_main_process_first
 accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
 with local_main_process_first(accelerator):
     time.sleep(3 * accelerator.is_main_process)
-    os.write(1, b"%d" % accelerator.process_index)
-accelerator.wait_for_everyone()
+    print(accelerator.process_index, end="")
 accelerator.end_training()
 """
 

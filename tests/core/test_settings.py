@@ -109,7 +109,7 @@ IN_A_YAML = {
     "run_name: ['a=b']": "must be text: write it in quotes",
 }
 CONTRADICTIONS = {
-    "--early_stopping.metric=eval/acuracy": ": the evaluation has no such metric, did you mean eval/accuracy? (eval/loss,",
+    "--early_stopping.metric=eval/acuracy": ": the evaluation has no such metric, did you mean eval/accuracy? (",
     "--epochs=null": "epochs and max_steps are both null: set one of them",
     "--optim.warmup_steps=1.5": ": must be a whole number of steps or, below 1, a fraction of the schedule",
     "--epochs=null --max_steps=50 --optim.schedule=wsd --optim.warmup_steps=40 --optim.decay_steps=30":

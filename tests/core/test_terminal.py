@@ -280,8 +280,8 @@ def test_a_dry_run_loads_the_resume_point_and_touches_nothing(launch: Launch, wh
 def test_a_dry_run_shows_names_shapes_types_and_values_of_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mnist, "collate", lambda _, samples: default_collate(samples))
     example = {"x": np.arange(5) / 8, "at": {"n": 3}, "boxes": torch.zeros(0, 4)}
-    shown = '{ "x": "torch.float64 (5,), 0 to 0.5", "at": { "n": 3 }, "boxes": [] }'
-    assert " ".join(Mnist().preview([example], 0).split()) == shown
+    preview = '{ "x": "torch.float64 (5,), 0 to 0.5", "at": { "n": 3 }, "boxes": [] }'
+    assert " ".join(Mnist().preview([example], 0).split()) == preview
 
 
 def test_a_long_example_is_cut_with_the_number_of_characters_left_out() -> None:

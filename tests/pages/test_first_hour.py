@@ -1,26 +1,21 @@
 """The first hour: commands that a run prints, and those that the pages show, work as they stand there."""
 
 import argparse
-import contextlib
 import importlib.util
-import os
 import re
 import runpy
 import shlex
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 import tomllib
-import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
@@ -30,100 +25,32 @@ from src.config.config import read_config
 from src.config.errors import UserError
 from src.config.settings import read_arguments
 from src.tasks import TASKS
-from tests.launching import BIN, PROJECT, hear_signals, wait
+from tests.launching import PROJECT, Launch, clean_environment
 
 PROGRAMS = "accelerate|hf|pip|python3?|tensorboard|trackio|wandb"
 PRINTED = re.compile(rf"(?m)(?:`|to resume: |^  \w+ +)((?:\S*/)?(?:{PROGRAMS}) [^`\n]*)")
 """A command in what a run prints: in backticks, after `to resume: `, or in the closing block."""
 INSTEAD = {"wandb sync": "--dry-run", "wandb login": "--help"}
 """Arguments for commands that need an account."""
-SHORT = "--max_steps=200 --log_every=1 --save_every=1000 --eval_every=1000"
-
-
-class Shell:
-    """A shell in a clone that has not activated .venv."""
-
-    def __init__(self, folder: Path) -> None:
-        self.clone = folder / "clone"
-        subprocess.run(["git", "clone", "--quiet", PROJECT, self.clone], check=True)
-        changed = subprocess.run(["git", "diff", "HEAD"], cwd=PROJECT, capture_output=True, check=True).stdout
-        subprocess.run(["git", "apply", "--allow-empty"], cwd=self.clone, input=changed, check=True)
-        # as `make setup` leaves it, with this environment's libraries
-        venv.create(self.clone / ".venv", symlinks=True)
-        libraries = sysconfig.get_path("purelib", vars={"base": str(self.clone / ".venv")})
-        Path(libraries, "libraries.pth").write_text(sysconfig.get_path("purelib"))
-        python = self.clone / ".venv/bin/python"
-        programs = {python.with_name(name): (BIN / name).read_text() for name in ("accelerate", "pytest", "wandb")}
-        programs = {file: f"#!{python}\n{text.partition(chr(10))[2]}" for file, text in programs.items()}
-        for file, text in programs.items():
-            file.write_text(text)
-            file.chmod(0o755)
-        (self.clone / ".venv/installed").touch()
-        (folder / "home").mkdir()
-        self.environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder / "home")}
-        self.environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", "LC_ALL": "C.UTF-8"}
-
-    def types(self, command: str, interrupt: str = "") -> tuple[int, str]:
-        """Type a command, and Ctrl-C once this text is printed. Return the exit code and everything printed."""
-        file = self.clone.parent / "printed"
-        with file.open("w") as printed:
-            streams: dict[str, Any] = {"stdout": printed, "stderr": printed, "stdin": subprocess.DEVNULL}
-            where: dict[str, Any] = {"cwd": self.clone, "env": self.environment, "start_new_session": True}
-            process = subprocess.Popen(command, shell=True, preexec_fn=hear_signals, **streams, **where)
-            if interrupt:
-                wait(lambda: interrupt in file.read_text() or process.poll() is not None, say=file.read_text)
-                os.killpg(process.pid, signal.SIGINT)
-            process.wait(300)
-            # a launcher may end before the run
-            wait(lambda: not any(is_left(other, process.pid) for other in psutil.process_iter()), say=file.read_text)
-        return process.returncode, file.read_text()
-
-    def succeeds(self, command: str) -> str:
-        """Type a command that must end with exit code 0. Return everything printed."""
-        code, printed = self.types(command)
-        assert code == 0, f"{command}\n{printed}"
-        return printed
-
-
-def is_left(process: psutil.Process, session: int) -> bool:
-    """Return whether this process still runs and was started by the command of this session."""
-    with contextlib.suppress(psutil.Error, OSError):  # it has ended meanwhile
-        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 @pytest.mark.slow
-def test_each_command_printed_in_the_first_hour_works_as_printed(tmp_path: Path) -> None:
-    """During `make train`, Ctrl-C, a resume and the end."""
-    shell, ran = Shell(tmp_path), list[str]()
-
-    def run_all(printed: str) -> None:
-        for command in dict.fromkeys(PRINTED.findall(printed)):
-            if "accelerate launch" not in command and command not in ran:  # the former is run below
-                more = [arguments for program, arguments in INSTEAD.items() if program in command]
-                shell.succeeds(" ".join([command, *more]))
-                ran.append(command)
-
-    def last_stop(printed: str) -> re.Match[str]:
-        found = re.search(r"^stopped after step (\d+) by SIGINT; to resume: (.*)$", printed, re.M)
-        assert found, printed
-        return found
-
-    _, printed = shell.types(f"make train ARGS='{SHORT}'", interrupt="step      3/200")
-    run_all(printed)
-    step, resume = last_stop(printed).groups()
-    _, printed = shell.types(resume, interrupt="/200  loss")
-    assert f"after step {step}, from runs/digits/" in printed
-    step = last_stop(printed)[1]
-
-    printed = shell.succeeds(f"make train ARGS='{SHORT}'")
-    assert "runs/digits is not done: resuming it" in printed
-    assert f"after step {step}, from runs/digits/" in printed
-    assert "done in " in printed
-    run_all(printed)
-    kinds = [" ".join(word.split("/")[-1] for word in command.split()[:2]) for command in ran]
-    assert sorted(kinds) == ["python -m", "wandb login", "wandb sync"]
-    assert re.search(r"(?m)output +runs/digits-2$", shell.succeeds(f"make train ARGS='{SHORT} --dry-run'"))
+def test_each_command_that_a_run_prints_works_as_printed(launch: Launch, tmp_path: Path) -> None:
+    """In a shell that has not activated .venv, after a stop and after the end."""
+    arguments = ("--max_steps=8", "--save_every=100")
+    environment = {**clean_environment(HOME=str(tmp_path)), "PATH": "/usr/bin:/bin"}
+    kinds = set()
+    for more in ("--max_hours=1e-9", "--max_hours=1"):
+        run = launch(
+            "cpu", *arguments, more, folder=tmp_path / "run", real=True, wandb="offline", PATH=environment["PATH"]
+        )
+        for command in dict.fromkeys(PRINTED.findall(run.succeeded().stdout)):
+            extra = [arguments for program, arguments in INSTEAD.items() if program in command]
+            typed = " ".join([command, *extra])
+            done = subprocess.run(typed, shell=True, cwd=PROJECT, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, f"{typed}\n{done.stdout}{done.stderr}"
+            kinds.add(re.sub(r"\S*/", "", command).split()[0] + " " + command.split()[1])
+    assert {"accelerate launch", "python -m", "wandb sync"} <= kinds
 
 
 # --------------------------------------------------------------------------------------------- commands of the pages
