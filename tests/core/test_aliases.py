@@ -126,59 +126,43 @@ def test_a_command_of_others_ends_with_the_same_command_in_our_terms(monkeypatch
     assert config.optim.betas == (0.8, 0.95)
 
 
+DDP = "--config_file accelerate_configs/ddp.yaml"
+
+
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("theirs", "launch", "ours"),
     [
-        ("--learning_rate=1 --bf16=auto", "--optim.lr=1"),
-        ("--max_steps 100 --num_train_epochs 3", "--epochs=null --max_steps=100"),
-        ("--max_steps 100 --learning_rate=1 --epochs 2", "--epochs=2 --max_steps=100 --optim.lr=1"),
-        ("--learning_rate=1 --epochs=null --max_steps 9", "--epochs=null --max_steps=9 --optim.lr=1"),
-        ("--per_device_train_batch_size 2", "--micro_batch_size=2 --global_batch_size=2"),
-        ("--gradient_accumulation_steps 4", "--micro_batch_size=8 --global_batch_size=32"),
-        ("--warmup_steps=9 --lr_scheduler_type constant", "--optim.schedule=constant --optim.warmup_steps=0"),
-        ("--num_train_epochs 0.5 --optim lion --save_strategy epoch --hub_model_id x", "--save_every=500"),
-        ("--lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}' --max_grad_norm 0",
-         "--optim.max_grad_norm=null --optim.final_lr_ratio=0.1"),
-        pytest.param("--task_name mrpc --model_name_or_path m",
+        ("--learning_rate=1 --bf16=auto", "", "--optim.lr=1"),
+        ("--optim.lr=2 --learning_rate=1", "", "--optim.lr=2"),
+        ("--config own.yaml --learning_rate=1", "", "--log_every=7 --optim.lr=1"),
+        ("--max_steps 100 --num_train_epochs 3", "", "--epochs=null --max_steps=100"),
+        ("--max_steps 100 --learning_rate=1 --epochs 2", "", "--epochs=2 --max_steps=100 --optim.lr=1"),
+        ("--per_device_train_batch_size 2", "", "--micro_batch_size=2 --global_batch_size=2"),
+        ("--gradient_accumulation_steps 4", "", "--micro_batch_size=8 --global_batch_size=32"),
+        ("--warmup_steps=9 --lr_scheduler_type constant", "", "--optim.schedule=constant --optim.warmup_steps=0"),
+        ("--warmup_ratio 0.03 --warmup_steps 100", "", "--optim.warmup_steps=100"),
+        ("--warmup_ratio 1", "", "--optim.warmup_steps=0.9999"),
+        ("--num_train_epochs 0.5 --optim lion --save_strategy epoch --hub_model_id x", "", "--save_every=500"),
+        ("--eval_strategy no --eval_steps 10", "", "--eval_every=1000000000"),
+        ("--learning_rate=fast --vllm_mode colocate --max_grad_norm 0", "", "--optim.max_grad_norm=null"),
+        ("--fsdp= --fsdp_config.fsdp_version=2 --bf16 --seed=1", f"{DDP} bf16", "--seed=1"),
+        ("--deepspeed ds.json --bf16 --fp16 false --seed=1", "fsdp bf16", "--seed=1"),
+        ("--fsdp full_shard --fp16 --seed=1", "fsdp fp16", "--seed=1"),
+        ("--fsdp full_shard --bf16 False --dtype bfloat16 --seed=1", "fsdp bf16", "--seed=1"),
+        ("--bf16 False --fp16 True --seed=1", f"{DDP} fp16", "--seed=1"),
+        ("--use_cpu --bf16 --seed=1", "cpu bf16", "--seed=1"),
+        pytest.param("--task_name mrpc --model_name_or_path m", "",
                      "--task.name=text_classification --task.dataset=nyu-mll/glue --task.dataset_config=mrpc "
                      "--task.text_column=sentence1 --task.text_pair_column=sentence2 --task.model=m", marks=needs_text),
-        ("--warmup_ratio 0.03 --warmup_steps 100", "--optim.warmup_steps=100"),
-        ("--warmup_ratio 1", "--optim.warmup_steps=0.9999"),
-        ("--eval_strategy steps", "--eval_every=500"),
-        ("--eval_strategy no --eval_steps 10", "--eval_every=1000000000"),
-        ("--optim.lr=2 --learning_rate=1", "--optim.lr=2"),
-        ("--learning_rate=fast --vllm_mode colocate --epochs=x --max_grad_norm 1", "--optim.max_grad_norm=1"),
-        ("--config own.yaml --learning_rate=1", "--log_every=7 --optim.lr=1"),
     ],
 )  # fmt: skip
-def test_values_of_others_are_converted_or_left_out(theirs: str, ours: str) -> None:
+def test_values_of_others_are_converted_or_left_out(theirs: str, launch: str, ours: str) -> None:
+    """Those of the launcher stand before train.py. An empty value asks for nothing."""
     Path("own.yaml").write_text("log_every: 7")
-    assert translation(theirs)[1] == ours.split()
-
-
-@pytest.mark.parametrize(
-    ("theirs", "launch"),
-    [
-        ("--learning_rate=1 --fsdp=", ""),
-        ("--fsdp= --fsdp_config.fsdp_version=2 --bf16", "--config_file accelerate_configs/ddp.yaml bf16"),
-        ("--deepspeed ds.json --bf16 --fp16 false", "fsdp bf16"),
-        ("--deepspeed ds.json --fp16", "fsdp fp16"),
-        ("--fsdp full_shard --fp16", "fsdp fp16"),
-        ("--fsdp full_shard", "fsdp"),
-        ("--fsdp full_shard --bf16 False --dtype bfloat16", "fsdp bf16"),
-        ("--bf16 False --fp16 True", "--config_file accelerate_configs/ddp.yaml fp16"),
-        ("--use_cpu --bf16", "cpu bf16"),
-    ],
-)
-def test_settings_of_the_launcher_are_converted_to_its_arguments(theirs: str, launch: str) -> None:
-    found = re.sub(r"\S*accelerate launch |--num_processes=1 ?|--mixed_precision=|python", "", translation(theirs)[0])
-    assert re.sub(r"--config_file=accelerate_configs/(\w+)\.yaml", r"\1", found).split() == launch.split()
-
-
-def test_a_misspelt_task_is_named_and_kept() -> None:
-    lines = mistakes("--task.name=mnits", "--task.model=m", "--learning_rate=1e-4")
-    assert lines[1].startswith("--task.name=mnits: no such task")
-    assert lines[-1].endswith("train.py --task.name=mnits --task.model=m --optim.lr=1e-4")
+    launcher, words = translation(theirs)
+    assert words == ours.split()
+    launcher = re.sub(r"\S*accelerate launch |--num_processes=1 ?|--mixed_precision=|python", "", launcher)
+    assert re.sub(r"--config_file=accelerate_configs/(\w+)\.yaml", r"\1", launcher).split() == launch.split()
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,10 @@ from src.distributed import process
 from src.tasks.mnist import Mnist
 from src.tracking.summary import MAX_CHARACTERS, shown
 from tests.faults.runs import ALL, TINY, contents
-from tests.launching import PROJECT, WRITES_TO, Launch, Started, Whole, needs, run_command, slow
+from tests.launching import PROJECT, WRITES_TO, Launch, Started, Whole, run_command, slow
 
 CAN_EVALUATE = (PROJECT / "src/tools/evaluate.py").exists()
 SHORT = ("--max_steps=6", "--log_every=2", "--eval_every=3", "--save_every=3", "--task.source=digits")
-needs_text = needs("src/tasks/text/causal_lm.py")
 Shown = Callable[..., str]
 
 
@@ -82,19 +81,6 @@ def test_a_dumb_terminal_gets_plain_lines(in_terminal: Shown) -> None:
     assert len(re.findall("^step +[246]/6  loss", output, re.MULTILINE)) == 3
 
 
-@needs_text
-def test_reading_and_tokenizing_are_shown_while_they_last(in_terminal: Shown, tmp_path: Path) -> None:
-    text = f"To be, or not to be: {os.urandom(8).hex()}.\n"  # not in the cache yet
-    (tmp_path / "text.txt").write_text(text * 200)
-    model = "{model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1, num_attention_heads: 1}"
-    task = (f"--task.dataset={tmp_path}/text.txt", f"--task.architecture={model}", "--task.sequence_length=32")
-    output = in_terminal(80, "cpu", "--task.name=causal_lm", *task, "--max_steps=2", "--global_batch_size=4")
-    assert "reading the training data" in output
-    assert "tokenizing training data" in output
-    talk = f"  talk       {BIN}python -m src.tools.generate runs/x"
-    assert (talk in output) == (PROJECT / "src/tools/generate.py").exists()
-
-
 @pytest.mark.parametrize(
     ("fault", "status"),
     [
@@ -130,23 +116,6 @@ def test_printed_commands_are_found_by_the_shell_or_named_by_their_path(
     env = {"PATH": path.format(tmp_path), **more}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == f"{typed}\n"
-
-
-@pytest.mark.parametrize(
-    ("variables", "arguments", "says"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "4"}, [], "4 processes are starting …\n"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, [], ""),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, [], ""),
-        ({"RANK": "0", "WORLD_SIZE": "4"}, ["--bad=1"], ""),
-    ],
-)
-def test_several_processes_say_that_they_start_before_torch_is_imported(
-    tmp_path: Path, variables: dict[str, str], arguments: list[str], says: str
-) -> None:
-    code = f"import sys; from src.start import begin; begin({arguments}); assert 'torch' not in sys.modules"
-    run = run_command([sys.executable, "-c", code], tmp_path, PROJECT, TORCHELASTIC_RUN_ID="x", **variables)
-    assert (run.stdout, run.exit_code) == (says, 2 if arguments else 0)
 
 
 KILLED = """
@@ -230,12 +199,8 @@ def test_only_a_launcher_that_would_bury_the_error_is_ended(
     assert ended == ends
 
 
-def order(epoch: int) -> np.ndarray:
-    return np.random.default_rng([0, epoch]).permutation(1438)
-
-
-def digit(task: Mnist, index: int) -> str:
-    return task.preview(task.augmented(task.build_datasets()[0], [0, 0, 1]), index)
+ORDER = np.random.default_rng([0, 0]).permutation(1438)
+"""Of the examples in the first epoch."""
 
 
 def test_a_dry_run_says_what_would_happen_and_leaves_nothing(launch: Launch, tmp_path: Path) -> None:
@@ -247,7 +212,8 @@ def test_a_dry_run_says_what_would_happen_and_leaves_nothing(launch: Launch, tmp
     assert "optimizer  name=adamw*, lr=0.003*, schedule=one_cycle*, warmup_steps=0.3*, max_grad_norm=" in run.stdout
     assert f"output     {tmp_path}/a/b" in run.stdout
     task = Mnist(source="digits")
-    first = [f"training example {i}, in step 1:\n{digit(task, i)}" for i in order(epoch=0)[:2]]
+    digits = task.augmented(task.build_datasets()[0], [0, 0, 1])
+    first = [f"training example {i}, in step 1:\n{task.preview(digits, i)}" for i in ORDER[:2]]
     assert "\n\n".join(first) in run.stdout
 
 
@@ -270,7 +236,7 @@ def test_a_dry_run_loads_the_resume_point_and_touches_nothing(launch: Launch, wh
     assert f"skipped: {damaged}, state.json has " in run.stdout
     assert "after step 12, from" in run.stdout
     assert run.stdout.splitlines()[-2].startswith("dry run: 8 of 20 steps to take")
-    assert f"training example {order(epoch=0)[12 * 16]}, in step 13:" in run.stdout
+    assert f"training example {ORDER[12 * 16]}, in step 13:" in run.stdout
     other = launch("cpu", *TINY, "--optim.lr=1", "--dry-run", folder=folder)
     assert other.exit_code == 2
     assert "was saved with different settings: optim.lr" in other.messages[0]
