@@ -132,7 +132,7 @@ DDP = "--config_file accelerate_configs/ddp.yaml"
 @pytest.mark.parametrize(
     ("theirs", "launch", "ours"),
     [
-        ("--learning_rate=1 --bf16=auto", "", "--optim.lr=1"),
+        ("--learning_rate=1 --bf16=auto", f"{DDP} bf16", "--optim.lr=1"),
         ("--optim.lr=2 --learning_rate=1", "", "--optim.lr=2"),
         ("--config own.yaml --learning_rate=1", "", "--log_every=7 --optim.lr=1"),
         ("--max_steps 100 --num_train_epochs 3", "", "--epochs=null --max_steps=100"),
