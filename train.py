@@ -25,14 +25,13 @@ from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, shut_down
 from src.distributed.process import collect_only_new_objects, exit_codes, num_machines
 from src.distributed.stop import StopSignal
-from src.parts import AT_START, MODES, PARTS, open_store
+from src.parts import AROUND_STEPS, AT_START, MODES, PARTS, open_store
 from src.tasks.base import Task
 from src.tasks.task_checks import require_gradients, require_sum
 from src.tracking.part import Parts
 from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
-from src.training.cuda_graph import CapturedStep
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
@@ -107,7 +106,9 @@ def fit(run: Run) -> bool:
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, store)
         steps = CountedSteps(training_steps(run, progress.step), stop)
-        take_step = CapturedStep(run, train_step) if config.cuda_graphs else train_step
+        fetched, take_step = iter(steps), train_step
+        for wrap in AROUND_STEPS:
+            fetched, take_step = wrap(run, fetched, take_step)
         is_stopping = False
         progress.start_clock()
         run.model.train()
@@ -136,7 +137,7 @@ def fit(run: Run) -> bool:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
             performance.begin_step()
-            micro_batches, counts = next(steps)
+            micro_batches, counts = next(fetched)
             performance.begin_computing()
             result = take_step(run, micro_batches, counts)
             performance.end_step(micro_batches)

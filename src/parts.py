@@ -17,6 +17,9 @@ from src.tracking.part import Part
 from src.tracking.report import Report
 from src.tracking.summary import dry_run
 from src.tracking.wandb import WandbPart
+from src.training.batches import Fetched, TrainStep
+from src.training.cuda_graph import capture, require_one_gpu
+from src.training.run import Run
 
 PARTS: list[type[Part]] = [
     # their closing lines are printed in this order
@@ -31,11 +34,14 @@ MODES: dict[str, Callable[..., bool]] = {
     "dry_run": dry_run,
 }
 """Functions that run in place of training, by the setting that chooses them: called with run, train_step, evaluate."""
-
-
 AT_START: list[Callable[[Config], None]] = [
     # functions that run before the processes join: called with the settings
     join,  # room: machines
+    require_one_gpu,
+]
+AROUND_STEPS: list[Callable[[Run, Fetched, TrainStep], tuple[Fetched, TrainStep]]] = [
+    # functions that wrap the iterator over steps, and train_step
+    capture,
 ]
 open_store, *_ = (
     # the first opens the store of a run's checkpoints

@@ -13,6 +13,7 @@ from typing_extensions import TypeVar
 
 from src.config.aliases import translate
 from src.config.check import CheckSettings
+from src.config.cuda_graphs import CudaGraphSettings
 from src.config.environment import command_with, leftovers
 from src.config.errors import UserError, as_user_error
 from src.config.groups import TaskSettings
@@ -50,6 +51,7 @@ T = TypeVar("T", bound=TaskSettings, default=TaskSettings, covariant=True)
 class Config(
     MirrorSettings,  # room: machines
     CheckSettings,  # room: check
+    CudaGraphSettings,
     WandbSettings,  # room: wandb
     TrackerSettings,  # room: trackers
     RunSettings,

@@ -36,8 +36,6 @@ class RunSettings(Settings):
     """Recompute activations in the backward pass instead of storing them: less memory, about 33% slower."""
     compile: ResumeSafe[bool] = False
     """Compile the model, a transformer block by block. The first steps take about a minute longer."""
-    cuda_graphs: ResumeSafe[bool] = False
-    """Replay each step as a CUDA graph: for small models on one NVIDIA GPU."""
     fsdp_reduce_each_micro_batch: ResumeSafe[bool] = True
     """Under FSDP, reduce gradients after each micro-batch; false: only after the last, which communicates less but
     holds full fp32 gradients on each rank."""

@@ -91,7 +91,7 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
     precision, note = choose_precision(launcher, asked.precision, is_cpu_fallback)
     if config.mode == "check" and precision != "no":
         precision, note = "no", f"--check compares in fp32; the run itself uses {precision}"
-    raise_if_any(launch_errors(launcher, config, asked, on_cpu, precision))
+    raise_if_any(launch_errors(launcher, config, asked, on_cpu))
 
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)
     if precision != "fp8":

@@ -115,7 +115,7 @@ def set_lr(optimizers: list[Optimizer], lr: float) -> None:
     """Set the learning rate of all parameter groups."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # training/cuda_graph.py sets a tensor itself: a captured step would repeat a float
+            # a tensor is set by whoever put it there: a captured step would repeat a float
             if not isinstance(group["lr"], Tensor):
                 group["lr"] = lr
 

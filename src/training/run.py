@@ -239,8 +239,9 @@ def new_model(config: Config[Task], is_sharded: bool = False) -> tuple[nn.Module
     else:
         set_seed(config.seed)  # build_empty_model may have consumed random numbers
         model = task.build_model()
+    # a copy of the project may lack such a setting
     optimizations = task.state.optimizations + [
-        setting for setting in ("compile", "cuda_graphs") if getattr(config, setting)
+        setting for setting in ("compile", "cuda_graphs") if getattr(config, setting, False)
     ]
     if task.state.device in TUNERS:
         optimizations += TUNERS[task.state.device](model, is_sharded)
