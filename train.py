@@ -29,7 +29,6 @@ from src.parts import AROUND_STEPS, AT_START, MODES, PARTS, open_store
 from src.tasks.base import Task
 from src.tasks.task_checks import require_gradients, require_sum
 from src.tracking.part import Parts
-from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
@@ -98,7 +97,6 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
 def fit(run: Run) -> bool:
     """Train to the last step or until early stopping. Return False if the run was stopped, after saving it."""
     config, progress = run.config, run.progress
-    performance = Performance(run)
     # parts are W&B, the report and other optional code that follows the run
     with open_store(run.accelerator, config) as store, Parts(run, PARTS) as parts, Tracker(run, parts) as tracker:
         gc.collect()  # what building the run has left, which the next line would keep
@@ -136,11 +134,8 @@ def fit(run: Run) -> bool:
             if is_ending:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
-            performance.begin_step()
             micro_batches, counts = next(fetched)
-            performance.begin_computing()
             result = take_step(run, micro_batches, counts)
-            performance.end_step(micro_batches)
             is_stopping = steps.is_stop_requested()
             progress.add_step(result)
             tracker.advance()
@@ -149,8 +144,8 @@ def fit(run: Run) -> bool:
             if reads_losses and progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps):
                 checkpoints.close()
                 progress.give_up(config, run.is_fp16, checkpoints.newest)
-            if run.is_log_due() or progress.step == run.total_steps:
-                tracker.log_training(result, performance.interval_metrics())
+            if run.is_logged():
+                tracker.log_training(result)
 
         checkpoints.close()
         if is_stopping:

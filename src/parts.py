@@ -14,6 +14,7 @@ from src.distributed.machines import join
 from src.tracking.accelerate_trackers import TensorBoard, Trackio
 from src.tracking.next_step import NextStep
 from src.tracking.part import Part
+from src.tracking.performance import measure
 from src.tracking.report import Report
 from src.tracking.summary import dry_run
 from src.tracking.wandb import WandbPart
@@ -42,6 +43,7 @@ AT_START: list[Callable[[Config], None]] = [
 AROUND_STEPS: list[Callable[[Run, Fetched, TrainStep], tuple[Fetched, TrainStep]]] = [
     # functions that wrap the iterator over steps, and train_step
     capture,
+    measure,
 ]
 open_store, *_ = (
     # the first opens the store of a run's checkpoints

@@ -18,6 +18,7 @@ from src.config.environment import command_with, leftovers
 from src.config.errors import UserError, as_user_error
 from src.config.groups import TaskSettings
 from src.config.mirror import MirrorSettings
+from src.config.performance import PerformanceSettings
 from src.config.run import RunSettings
 from src.config.settings import (
     Change,
@@ -52,6 +53,7 @@ class Config(
     MirrorSettings,  # room: machines
     CheckSettings,  # room: check
     CudaGraphSettings,
+    PerformanceSettings,
     WandbSettings,  # room: wandb
     TrackerSettings,  # room: trackers
     RunSettings,

@@ -43,8 +43,6 @@ class RunSettings(Settings):
     """Dtype that DDP all-reduces gradients in, to spare slow networks; null: their own."""
     num_workers: ResumeSafe[NonNegativeInt] = 0
     """Data-loading workers per process; 0: load in the process itself."""
-    profile_steps: ResumeSafe[str | None] = None
-    """First and last step to profile, such as 10:15, into output_dir/profile; null: none."""
     log_every: ResumeSafe[PositiveInt] = 50
     """Steps between logs of the training metrics."""
     eval_every: ResumeSafe[PositiveInt | None] = None
@@ -119,9 +117,6 @@ class RunSettings(Settings):
             yield "epochs and max_steps are both null: set one of them"
         if self.dry_run and self.mode != "dry_run":
             yield f"--dry-run and --{self.mode} cannot be combined"
-        profiled = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile_steps or "1:1")
-        if not profiled or int(profiled[1]) > int(profiled[2]):
-            yield f"profile_steps={self.profile_steps}: name the first and the last step, such as 10:15"
         yield from self.optim.decay_errors(math.inf if self.epochs else self.max_steps or math.inf)
         if repository := self.push_to_hub:
             if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
@@ -142,6 +137,10 @@ class RunSettings(Settings):
             below = size // unit * unit
             sizes = f"{below} or {below + unit}".removeprefix("0 or ")
             yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
+
+    def length_errors(self, examples: int) -> Iterator[str]:
+        """Yield an error line for each setting that does not fit a run with this many examples per epoch."""
+        yield from self.optim.decay_errors(self.schedule_steps(examples))
 
     def metric_errors(self, names: Collection[str]) -> list[str]:
         """Return an error line for each metric in the settings that is not among the `names` of an evaluation's

@@ -145,6 +145,10 @@ class Run:
         """Return whether a logging interval ends with this step."""
         return self.progress.step % self.config.log_every == 0
 
+    def is_logged(self) -> bool:
+        """Return whether this step is logged: at the end of an interval or of the run."""
+        return self.is_log_due() or self.progress.step == self.total_steps
+
 
 def begin_task(config: Config[Task], launch: RunSetup, resume: ResumePoint) -> Config[Task]:
     """Return the settings with the task of this run. Raise a UserError if it asks for what the device cannot do.
@@ -158,7 +162,7 @@ def begin_task(config: Config[Task], launch: RunSetup, resume: ResumePoint) -> C
 
 def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples, Examples]:
     """Return the training set and the evaluation set. Raise a UserError if the evaluation set has no targets, or the
-    training set is empty or makes the schedule too short."""
+    training set is empty or makes the run too short for its settings."""
     task = config.task
     task.state.cp = context_parallel(accelerator)
     # the first process of each machine downloads and tokenizes, and the others read its cache
@@ -168,7 +172,7 @@ def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples
     train_set, eval_set = datasets
     if not len(train_set):
         raise UserError("the training set is empty")
-    raise_if_any(config.optim.decay_errors(config.schedule_steps(len(train_set))))
+    raise_if_any(config.length_errors(len(train_set)))
     each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
     # the first example usually has one; where processes share sequences, their parts of one may have none
     if task.state.cp.size == 1 and not any(each):
