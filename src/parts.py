@@ -11,24 +11,24 @@ from src.checkpoint.mirror import mirrored
 from src.checkpoint.store import local_store
 from src.config.config import Config
 from src.distributed.machines import join
-from src.tracking.accelerate_trackers import TensorBoard, Trackio
+from src.tracking.accelerate_trackers import tensorboard_part, trackio_part
 from src.tracking.next_step import NextStep
 from src.tracking.part import Part
 from src.tracking.performance import measure
 from src.tracking.report import Report
 from src.tracking.summary import dry_run
-from src.tracking.wandb import WandbPart
+from src.tracking.wandb import wandb_part
 from src.training.batches import Fetched, TrainStep
 from src.training.cuda_graph import capture, require_one_gpu
 from src.training.run import Run
 
-PARTS: list[type[Part]] = [
+PARTS: list[Callable[[Run, str], Part]] = [
     # their closing lines are printed in this order
     Report,  # room: report
     NextStep,  # room: tools
-    WandbPart,  # room: wandb
-    Trackio,  # room: trackers
-    TensorBoard,  # room: trackers
+    wandb_part,  # room: wandb
+    trackio_part,  # room: trackers
+    tensorboard_part,  # room: trackers
 ]
 MODES: dict[str, Callable[..., bool]] = {
     "check": run_checks,  # room: check
