@@ -18,14 +18,14 @@ import torch
 from accelerate.utils import broadcast, broadcast_object_list
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from src.checkpoint.export import export_model, push_to_hub
+from src.checkpoint.export import export_model
 from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, shut_down
 from src.distributed.process import collect_only_new_objects, exit_codes, num_machines
 from src.distributed.stop import StopSignal
-from src.parts import AROUND_STEPS, AT_START, MODES, PARTS, open_store
+from src.parts import AROUND_STEPS, AT_END, AT_START, MODES, PARTS, open_store
 from src.tasks.base import Task
 from src.tasks.task_checks import require_gradients, require_sum
 from src.tracking.part import Parts
@@ -218,8 +218,9 @@ def main(settings: Config | None = None) -> None:
     with explaining_memory("step", run):
         is_done = fit(run)
     shut_down(run.accelerator)
-    if is_done and config.push_to_hub and run.is_main:
-        push_to_hub(config)
+    if is_done and run.is_main:
+        for act in AT_END:
+            act(config)
     if not is_done and num_machines() > 1:
         # stopped: after exit code 0, the launcher of a multi-machine run waits for minutes and reports success
         raise SystemExit(1)

@@ -7,6 +7,7 @@ docs/make-it-yours.md says what each part does and how to leave it out. To log r
 from collections.abc import Callable
 
 from src.check import run_checks
+from src.checkpoint.hub import push_to_hub
 from src.checkpoint.mirror import mirrored
 from src.checkpoint.store import local_store
 from src.config.config import Config
@@ -44,6 +45,10 @@ AROUND_STEPS: list[Callable[[Run, Fetched, TrainStep], tuple[Fetched, TrainStep]
     # functions that wrap the iterator over steps, and train_step
     capture,
     measure,
+]
+AT_END: list[Callable[[Config], None]] = [
+    # functions that the main process runs after the end of a finished run: called with the settings
+    push_to_hub,
 ]
 open_store, *_ = (
     # the first opens the store of a run's checkpoints

@@ -17,6 +17,7 @@ from src.config.cuda_graphs import CudaGraphSettings
 from src.config.environment import leftovers
 from src.config.errors import UserError, as_user_error
 from src.config.groups import TaskSettings
+from src.config.hub import HubSettings
 from src.config.mirror import MirrorSettings
 from src.config.performance import PerformanceSettings
 from src.config.run import RunSettings
@@ -34,7 +35,9 @@ from src.config.settings import (
 )
 from src.config.terminal import say
 from src.config.trackers import TrackerSettings
+from src.config.transforms import TransformSettings
 from src.config.wandb import WandbSettings
+from src.config.workers import WorkerSettings
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml
@@ -53,7 +56,10 @@ class Config(
     MirrorSettings,  # room: machines
     CheckSettings,  # room: check
     CudaGraphSettings,
+    HubSettings,
     PerformanceSettings,
+    TransformSettings,
+    WorkerSettings,
     WandbSettings,  # room: wandb
     TrackerSettings,  # room: trackers
     RunSettings,

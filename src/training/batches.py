@@ -25,7 +25,12 @@ from src.distributed.stop import StopSignal
 from src.tasks.base import Counts, Examples, Indices, Task, samples
 from src.training.progress import StepResult
 from src.training.run import Run
-from src.training.workers import load_in_workers
+from src.training.workers import workers_if_any
+
+LOADERS: list[Callable[[Config, Examples, Iterator[list[int]], int, int], Iterator[Any] | None]] = [
+    # functions that load batches elsewhere than in the process itself, if the settings ask for that
+    workers_if_any,
+]
 
 
 class MicroBatch(NamedTuple):
@@ -234,8 +239,8 @@ def _load(
     wanted = (sampler.to_fetch(indices) for step in ahead for indices in step)
     # no DataLoader: its overhead per batch takes as long as a small model's step
     batches: Iterator[Any] = (fetch_batch(config.task, dataset, indices) for indices in wanted)
-    if config.num_workers > 0:
-        batches = load_in_workers(config, dataset, wanted, run.data_rank, epoch)
+    for load in LOADERS:
+        batches = load(config, dataset, wanted, run.data_rank, epoch) or batches
     for step in steps:
         # without indices the batch is a dummy: it has an example, but that counts for nothing
         yield [to_micro_batch(config.task, next(batches), len(indices)) for indices in step]

@@ -1,6 +1,7 @@
 """The run that `build` in train.py puts together, and its data and model."""
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +29,12 @@ from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, 
 from src.tasks.task_checks import require_right
 from src.training.progress import Progress
 from src.training.state import ResumePoint, RunInputs
-from src.training.transforms import transform
+from src.training.transforms import checkpoint_and_compile
+
+TRANSFORMS: list[Callable[[nn.Module, Config[Task], Accelerator], None]] = [
+    # functions that change a model in place after the task has built it and before it is wrapped
+    checkpoint_and_compile,
+]
 
 
 @dataclass(kw_only=True)
@@ -199,14 +205,15 @@ def on_device(config: Config, dataset: Examples, device: torch.device) -> Exampl
     """Return the dataset in the device's memory if it can be put there."""
     # a small dataset is copied to the device once, so that batches don't have to be
     to: Any = getattr(dataset, "to", None)
-    # worker processes can't read the device's memory
-    return to(device) if to and config.num_workers == 0 else dataset
+    # worker processes, which a copy may lack, can't read the device's memory
+    return dataset if to is None or getattr(config, "num_workers", 0) else to(device)
 
 
 def prepare_model(config: Config[Task], accelerator: Accelerator, launch: RunSetup) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, ready to train (compiled, wrapped in DDP or sharded), and facts about it by name."""
     model, metadata, fill = new_model(config, accelerator.is_fsdp2)
-    transform(model, config, accelerator)
+    for transform in TRANSFORMS:
+        transform(model, config, accelerator)
     model = prepare(accelerator, model)
     metadata["remarks"] += strategy_remarks(accelerator, model)
     if fill:

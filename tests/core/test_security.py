@@ -38,7 +38,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from src.checkpoint import files, output_dir, resume
 from src.checkpoint.compatibility import read_state
-from src.checkpoint.export import push_to_hub, replacing, write_cards
+from src.checkpoint.export import replacing, write_cards
+from src.checkpoint.hub import push_to_hub
 from src.checkpoint.integrity import problems, quarantine
 from src.checkpoint.load import config_of, find_model  # room: tools
 from src.checkpoint.rng import restore_random_state

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples import ask, weights
 from examples.ask import MAX_TOKENS, Question
 from examples.weights import WEIGHTS, find
-from src.checkpoint.export import push_to_hub
+from src.checkpoint.hub import push_to_hub
 from src.config import terminal
 from src.config.errors import RunError, UserError
 from src.config.terminal import visible

@@ -30,7 +30,7 @@ from src.tasks.text.adapters import add_adapters
 from src.tasks.text.loss import CHUNK_ON_GPU, LanguageModel, linear_cross_entropy
 from src.tasks.text.settings import Lora
 from src.tasks.text.trial import require_decoder, unsupported_reason
-from src.training.transforms import transform
+from src.training.transforms import checkpoint_and_compile
 from tests.launching import slow
 from tests.text import tiny
 
@@ -78,7 +78,7 @@ def transformed(model: torch.nn.Module, rows: int = 1, **settings: bool) -> None
     off = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False}
     config: Any = SimpleNamespace(**(off | settings), forward_batch_size=lambda processes: rows // processes)
     accelerator: Any = SimpleNamespace(num_processes=1, torch_device_mesh=None)
-    transform(model, config, accelerator)
+    checkpoint_and_compile(model, config, accelerator)
 
 
 @pytest.fixture
