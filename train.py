@@ -34,7 +34,7 @@ from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, t
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
-from src.training.out_of_memory import explaining_memory
+from src.training.phases import in_phase
 from src.training.progress import StepResult
 from src.training.run import Run, begin_task, build_data, fingerprints_of, on_device, prepare_model, require_rows
 
@@ -80,7 +80,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     task, size = run.task, len(run.eval_set)
     run.model.eval()
     broadcast([*run.model.buffers()])  # running statistics, as process 0 exports them: FSDP leaves each its own
-    with explaining_memory("evaluation", run):
+    with in_phase("evaluation", run):
         scores = evaluate_batches(task, run.model, evaluation_batches(run, stop), run.device, stop)
     run.model.train()
     if scores is None:
@@ -151,13 +151,13 @@ def fit(run: Run) -> bool:
         if is_stopping:
             tracker.log_stop(stop.reason or "another process", checkpoints.newest)
         else:
-            with explaining_memory("export", run):
+            with in_phase("export", run):
                 evaluated = export_model(run, store)
             parts.end(tracker.write_summary(evaluated, checkpoints.pause_seconds))
     return not is_stopping
 
 
-@explaining_memory("load")
+@in_phase("load")
 def build(config: Config[Task]) -> Run | None:
     """Join the processes, build data, model and optimizers, and load the checkpoint to resume from. Return None if the
     run in this output folder has already finished."""
@@ -215,7 +215,7 @@ def main(settings: Config | None = None) -> None:
         if not is_right:
             raise SystemExit(1)
         return
-    with explaining_memory("step", run):
+    with in_phase("step", run):
         is_done = fit(run)
     shut_down(run.accelerator)
     if is_done and run.is_main:

@@ -19,6 +19,7 @@ from src.config.errors import UserError, as_user_error
 from src.config.groups import TaskSettings
 from src.config.hub import HubSettings
 from src.config.mirror import MirrorSettings
+from src.config.muon import MuonSettings
 from src.config.performance import PerformanceSettings
 from src.config.run import RunSettings
 from src.config.settings import (
@@ -57,6 +58,7 @@ class Config(
     CheckSettings,  # room: check
     CudaGraphSettings,
     HubSettings,
+    MuonSettings,
     PerformanceSettings,
     TransformSettings,
     WorkerSettings,

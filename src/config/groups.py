@@ -30,8 +30,8 @@ class TaskSettings(Settings):
 class Optim(Settings):
     """The optimizer and its learning rate."""
 
-    name: Literal["adamw", "sgd", "adadelta", "muon"] = "adamw"
-    """Optimizer. muon updates the hidden weight matrices and leaves the rest to adamw, at the same rate."""
+    name: Literal["adamw", "sgd", "adadelta"] = "adamw"
+    """Optimizer."""
     lr: PositiveFloat = 3e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01

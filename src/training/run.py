@@ -1,7 +1,7 @@
 """The run that `build` in train.py puts together, and its data and model."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,8 +23,8 @@ from src.distributed.accelerator import (
     local_main_process_first,
     machine_differences,
     prepare,
-    strategy_remarks,
 )
+from src.distributed.remarks import strategy_remarks
 from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
 from src.tasks.task_checks import require_right
 from src.training.progress import Progress
@@ -34,6 +34,10 @@ from src.training.transforms import checkpoint_and_compile
 TRANSFORMS: list[Callable[[nn.Module, Config[Task], Accelerator], None]] = [
     # functions that change a model in place after the task has built it and before it is wrapped
     checkpoint_and_compile,
+]
+REMARKS: list[Callable[[Accelerator, nn.Module], Iterable[str]]] = [
+    # functions that find what the user should know about a wrapped model
+    strategy_remarks,
 ]
 
 
@@ -215,7 +219,7 @@ def prepare_model(config: Config[Task], accelerator: Accelerator, launch: RunSet
     for transform in TRANSFORMS:
         transform(model, config, accelerator)
     model = prepare(accelerator, model)
-    metadata["remarks"] += strategy_remarks(accelerator, model)
+    metadata["remarks"] += [line for remarks in REMARKS for line in remarks(accelerator, model)]
     if fill:
         # built without weights, then sharded: each process loads only its own shards
         fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
