@@ -9,9 +9,9 @@ from typing import Any
 
 TASKS = {
     "mnist": "src.tasks.mnist_settings:MnistSettings",
-    "causal_lm": "src.tasks.text.settings:CausalLMSettings",  # room: text
+    "causal_lm": "src.tasks.text.causal_lm_settings:CausalLMSettings",  # room: text
     "streamed_lm": "src.tasks.streaming.settings:StreamedLMSettings",  # room: text+streaming
-    "text_classification": "src.tasks.text.settings:TextClassificationSettings",  # room: text
+    "text_classification": "src.tasks.text.text_classification_settings:TextClassificationSettings",  # room: text
     "dpo": "examples.dpo:Dpo",  # room: text+examples
     "token_classification": "examples.token_classification:TokenClassification",  # room: text+examples
     "image_classification": "examples.image_classification:ImageClassification",  # room: examples

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from src.tasks.base import ContextParallel, Counts
 from src.tasks.text.attention import document_attention
-from src.tasks.text.packing import Batch
+from src.tasks.text.rows import Batch
 from tests.check.planted import Fault, Hook, rank
 
-CP = "src.tasks.text.causal_lm."
+CP = "src.tasks.text.context_parallel."
 
 
 def with_all_targets(count: Hook, task: Any, batch: Batch) -> Counts:

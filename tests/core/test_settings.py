@@ -364,8 +364,8 @@ def test_what_others_have_becomes_what_exists_here() -> None:
 
 
 def test_a_row_of_an_optional_part_goes_with_it() -> None:
-    """Tried with `report_to` in 6_run.yaml: a copy without trackers names them."""
-    rest = (PROJECT / "src/config/aliases/6_run.yaml").read_text()
+    """Tried with `report_to` in 5_run.yaml: a copy without trackers names them."""
+    rest = (PROJECT / "src/config/aliases/5_run.yaml").read_text()
     for setting in (
         "task.",
         "wandb.",
@@ -589,9 +589,9 @@ def test_a_value_may_follow_after_a_space() -> None:
         "b: not understood; settings are written --name=value",
         "--run_name a b: must be text: write it in quotes",
         "--seed 4 5: must be a valid integer",
-        "--compile no yes: must be a valid boolean",
         "--log_every: must be a valid integer, unable to parse string as an integer",
         "--dry_run=c: must be a valid boolean, unable to interpret input",
+        "--compile no yes: must be a valid boolean",
     ]
     assert mistakes("--run_name", "--max_steps") == [
         "--run_name: must be text: write it in quotes",

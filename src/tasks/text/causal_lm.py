@@ -18,17 +18,15 @@ from transformers import PreTrainedTokenizerFast
 from src.config.errors import UserError, as_user_error, listed
 from src.tasks.base import Counts, Tables, Tensors
 from src.tasks.text.adapters import add_embeddings, add_tokens
-from src.tasks.text.attention import document_lengths
 from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, encode_chat, ends_of_turn, with_date
-from src.tasks.text.context_parallel import register, shard_batch
-from src.tasks.text.fine_tuning import Decoder
+from src.tasks.text.context_parallel import LongSequences
 from src.tasks.text.load import load_exported
 from src.tasks.text.loss import LanguageModel
-from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack
-from src.tasks.text.rows import ROW, Encoders, Rows, Split, require_text
-from src.tasks.text.settings import CausalLMSettings
+from src.tasks.text.packing import Chunk, Sequences, pack
+from src.tasks.text.rows import ROW, Batch, Encoders, Rows, Split, require_text
+from src.tasks.text.sequences import PackedSequences
 from src.tasks.text.tokenizing import Chunker, Columns
-from src.tasks.text.trial import require_decoder, require_splittable, unsupported_reason
+from src.tasks.text.trial import require_decoder
 
 MAX_SAMPLES, MAX_SAMPLE = 8, 1000
 """Sequences in the table of an evaluation, and characters of each."""
@@ -41,32 +39,15 @@ USUAL: tuple[Columns, ...] = (
 """Columns with usual names, by role. The first that a dataset has are read if the settings name none."""
 
 
-class CausalLM(CausalLMSettings, Decoder):
+class CausalLM(
+    LongSequences,
+    PackedSequences,
+):
     """Predicts the next token of raw text, of prompts with completions, or of chats."""
 
     next_step: ClassVar[tuple[str, str]] = "talk", "src.tools.generate"
-    splits_sequences: ClassVar[bool] = True
     hf_name: ClassVar[str] = "lm"
     _columns: Columns = PrivateAttr(default_factory=dict)
-
-    def _choose_attention(self) -> str:
-        """Return the name of the attention that suits the device and the data, and note it. Raise a UserError if
-        sequences cannot be split across processes."""
-        state, attention, note = self.state, "sdpa", ""
-        # the mask of a long sequence would take more memory than anything else
-        has_use = self.packing or state.cp.size > 1
-        if self.attention == "auto" and has_use and state.device == "cuda" and state.dtype != torch.float32:
-            if reason := unsupported_reason(self._config, "varlen", self.packing, state.device, state.dtype):
-                note = f" (not varlen: {reason})"
-            else:
-                attention = "varlen"
-        note = f"{attention} attention{note}"
-        if state.cp.size > 1:
-            require_splittable(self._config, self.packing)
-            attention = register(attention, state.cp)
-            note += f", across {state.cp.size} processes"
-        state.optimizations.append(note)
-        return attention
 
     def load_model(self) -> Any:
         model = super().load_model()
@@ -81,7 +62,7 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def wrap(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing, self.sequence_length)
-        attention = self._choose_attention()
+        attention = self.choose_attention()
         return LanguageModel(self.with_adapters(model), attention)
 
     @cached_property
@@ -172,19 +153,6 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
         return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}
-
-    def collate(self, samples: list[list[Chunk]]) -> Batch:
-        lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
-        sizes = [*map(sum, lengths)]
-        width = max(self.sequence_length if self.packing else 1, *sizes)
-        width += -width % self.state.cp.size
-        inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
-        batch = {
-            "inputs": inputs | document_lengths(ends),
-            "tokens": sum(sizes),
-            "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
-        }
-        return shard_batch(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]
