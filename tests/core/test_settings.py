@@ -422,8 +422,8 @@ def test_a_command_of_others_ends_with_its_translation(monkeypatch: pytest.Monke
         '\'--task.lora.target_modules=["q_proj", "v_proj"]\' --task.lora.base_dtype=nf4 '
         "--task.packing=False --epochs=3 --micro_batch_size=4 "
         "--optim.lr=2e-4 --optim.name=adamw '--optim.betas=[0.8,0.95]' --optim.schedule=constant "
-        "--optim.warmup_steps=0.03 --activation_checkpointing=true --eval_every=null --save_every=100 "
-        "--checkpoint.export_best=true --checkpoint.metric=eval/loss '--trackers=[]' --global_batch_size=256"
+        "--optim.warmup_steps=0.03 --eval_every=null --save_every=100 --checkpoint.export_best=true "
+        "--checkpoint.metric=eval/loss '--trackers=[]' --activation_checkpointing=true --global_batch_size=256"
     )
     config = run_settings(shlex.split(words))
     task: Any = config.task
