@@ -5,17 +5,18 @@ from typing import ClassVar, Literal
 from pydantic import PositiveInt
 
 from src.config.settings import ResumeSafe
+from src.tasks.text.chat_settings import ChatSettings
 from src.tasks.text.settings import DecoderSettings
 
 
-class CausalLMSettings(DecoderSettings):
+class CausalLMSettings(
+    ChatSettings,
+    DecoderSettings,
+):
     """Settings of next-token prediction."""
 
     name: Literal["causal_lm"] = "causal_lm"
     """The task to train."""
-    chat_template: str | None = None
-    """A Jinja file with a chat template, or chatml, a common one that writes tools, calls and thoughts; null: the
-    tokenizer's own."""
     new_tokens: list[str] = []
     """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and last layer are trained,
     alongside adapters too."""
@@ -25,9 +26,6 @@ class CausalLMSettings(DecoderSettings):
     """Column of prompts, texts or lists of messages; needs completion_column too."""
     completion_column: str | None = None
     """Column of completions, which follow the prompts."""
-    messages_column: str | None = None
-    """Column of chats: lists of messages with role and content (and tool_calls), or ShareGPT's from and value. A
-    `tools` column beside it describes the tools that they may call."""
     train_on_prompts: bool = False
     """Include prompts and other roles' turns in the loss, not only completions and the assistant's turns."""
     sequence_length: PositiveInt = 1024
