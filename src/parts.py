@@ -25,20 +25,20 @@ from src.training.run import Run
 
 PARTS: list[Callable[[Run, str], Part]] = [
     # their closing lines are printed in this order
-    Report,  # room: report
-    NextStep,  # room: tools
-    wandb_part,  # room: wandb
-    trackio_part,  # room: trackers
-    tensorboard_part,  # room: trackers
+    Report,
+    NextStep,
+    wandb_part,
+    trackio_part,
+    tensorboard_part,
 ]
 MODES: dict[str, Callable[..., bool]] = {
-    "check": run_checks,  # room: check
+    "check": run_checks,
     "dry_run": dry_run,
 }
 """Functions that run in place of training, by the setting that chooses them: called with run, train_step, evaluate."""
 AT_START: list[Callable[[Config], None]] = [
     # functions that run before the processes join: called with the settings
-    join,  # room: machines
+    join,
     require_one_gpu,
 ]
 AROUND_STEPS: list[Callable[[Run, Fetched, TrainStep], tuple[Fetched, TrainStep]]] = [
@@ -52,6 +52,6 @@ AT_END: list[Callable[[Config], None]] = [
 ]
 open_store, *_ = (
     # the first opens the store of a run's checkpoints
-    mirrored,  # room: machines
+    mirrored,
     local_store,
 )

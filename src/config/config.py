@@ -54,16 +54,16 @@ T = TypeVar("T", bound=TaskSettings, default=TaskSettings, covariant=True)
 
 
 class Config(
-    MirrorSettings,  # room: machines
-    CheckSettings,  # room: check
+    MirrorSettings,
+    CheckSettings,
     CudaGraphSettings,
     HubSettings,
     MuonSettings,
     PerformanceSettings,
     TransformSettings,
     WorkerSettings,
-    WandbSettings,  # room: wandb
-    TrackerSettings,  # room: trackers
+    WandbSettings,
+    TrackerSettings,
     RunSettings,
     Generic[T],
 ):

@@ -49,7 +49,7 @@ BLOCKS = "_no_split_modules (a list of class names), or fsdp_transformer_layer_c
 """Where a user names the modules that FSDP gathers one by one."""
 TUNERS: dict[str, Callable[[nn.Module, bool], list[str]]] = {
     # (model, whether FSDP will shard it) -> what was done
-    "cpu": tune_for_cpu,  # room: cpu
+    "cpu": tune_for_cpu,
 }
 """By device type, a function that speeds up a model before it is wrapped or sharded."""
 
