@@ -19,7 +19,6 @@ from src.config.errors import UserError, as_user_error
 from src.config.groups import TaskSettings
 from src.config.hub import HubSettings
 from src.config.mirror import MirrorSettings
-from src.config.muon import MuonSettings
 from src.config.performance import PerformanceSettings
 from src.config.run import RunSettings
 from src.config.settings import (
@@ -54,11 +53,11 @@ T = TypeVar("T", bound=TaskSettings, default=TaskSettings, covariant=True)
 
 
 class Config(
+    # first, as it replaces a group that the others inherit
     MirrorSettings,
     CheckSettings,
     CudaGraphSettings,
     HubSettings,
-    MuonSettings,
     PerformanceSettings,
     TransformSettings,
     WorkerSettings,

@@ -210,7 +210,7 @@ def on_device(config: Config, dataset: Examples, device: torch.device) -> Exampl
     # a small dataset is copied to the device once, so that batches don't have to be
     to: Any = getattr(dataset, "to", None)
     # worker processes, which a copy may lack, can't read the device's memory
-    return dataset if to is None or getattr(config, "num_workers", 0) else to(device)
+    return dataset if to is None or getattr(config, "num_workers", False) else to(device)
 
 
 def prepare_model(config: Config[Task], accelerator: Accelerator, launch: RunSetup) -> tuple[nn.Module, dict[str, Any]]:

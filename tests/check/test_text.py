@@ -63,13 +63,13 @@ def test_each_fault_of_shared_sequences_is_found_by_its_check(launch: Launch, tm
 def test_packed_documents_that_see_each_other_are_found_out(launch: Launch, made: Path) -> None:
     """Positions go on where packed documents meet."""
     before = """
-import src.tasks.text.causal_lm as causal_lm
-make = causal_lm.batch_tensors
+import src.tasks.text.sequences as sequences
+make = sequences.batch_tensors
 def going_on(samples, width, padding):
     found, ends = make(samples, width, padding)
     found["position_ids"][:] = found["position_ids"].new_tensor(range(width))
     return found, ends
-causal_lm.batch_tensors = going_on
+sequences.batch_tensors = going_on
 """
     data = f"--task.dataset={made}/questions.jsonl"
     run = launch("ddp", "--check", *TASK, data, *NEW_LLAMA, "--global_batch_size=8", before=before)
@@ -84,7 +84,7 @@ def test_documents_that_change_how_those_beside_them_are_read_are_found_out(laun
     refuses them otherwise. Tried without comparing unpacked examples with the same ones alone: all checks passed."""
     lines = [json.dumps({"text": "short" if row % 10 == 0 else f"a row of {row} long words " * 3}) for row in range(60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    before = "import src.tasks.text.causal_lm as causal_lm; causal_lm.require_decoder = lambda *_: None"
+    before = "import src.tasks.text.sequences as sequences; causal_lm.require_decoder = lambda *_: None"
     arguments = (f"--task.dataset={tmp_path}/rows.jsonl", *LONGROPE, "--task.packing=false", "--global_batch_size=8")
     run = launch("cpu", "--check", *TASK, *arguments, before=before)
     assert run.exit_code == 1

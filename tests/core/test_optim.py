@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import get_wsd_schedule
 
-from src.config.muon import OptimOrMuon as Optim
+from src.config.groups import Optim
 from src.tasks.mnist import MnistCnn
 from src.training.cuda_graph import undo_unless_finite
 from src.training.gradients import local_gradients, local_norm, scale_and_clip_, step_if_finite

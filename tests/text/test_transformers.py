@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, pipeline
 
 from src.config.errors import UserError
-from src.config.muon import OptimOrMuon
+from src.config.groups import Optim
 from src.tasks.base import TaskState
 from src.tasks.text.load import load_exported
 from src.training.optim import build_optimizers
@@ -287,7 +287,7 @@ def test_rows_start_as_the_mean_of_the_others(models: Path, name: str, layers: i
         assert layer.weight.shape == (260, 32)
         torch.testing.assert_close(layer.weight[258:], layer.weight[:258].mean(0).expand(2, -1))
     assert all(parameter.requires_grad for parameter in model.parameters())
-    _, adamw = build_optimizers(OptimOrMuon(name="muon"), tiny.task(**settings, lora={"r": 4}).build_model())
+    _, adamw = build_optimizers(Optim(name="muon"), tiny.task(**settings, lora={"r": 4}).build_model())
     assert [rows.shape for group in adamw.param_groups for rows in group["params"]] == [(2, 32)] * layers
 
 

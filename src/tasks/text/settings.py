@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from src.config.groups import Fraction, TaskSettings
+from src.config.groups import TaskSettings
+from src.config.optim import Fraction
 from src.config.settings import ResumeSafe, SafeReopens, Settings, Values, read_yaml
 from src.tasks.text.files import EXTENSIONS, path_error
 
