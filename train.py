@@ -30,7 +30,7 @@ from src.tasks.base import Task
 from src.tasks.task_checks import require_gradients, require_sum
 from src.tracking.part import Parts
 from src.tracking.tracker import Tracker
-from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
+from src.training.batches import CountedSteps, Fetched, MicroBatch, TrainStep, evaluation_batches, training_steps
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
@@ -104,7 +104,8 @@ def fit(run: Run) -> bool:
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, store)
         steps = CountedSteps(training_steps(run, progress.step), stop)
-        fetched, take_step = iter(steps), train_step
+        fetched: Fetched = steps
+        take_step: TrainStep = train_step
         for wrap in AROUND_STEPS:
             fetched, take_step = wrap(run, fetched, take_step)
         is_stopping = False

@@ -136,7 +136,7 @@ def undo_unless_finite(optimizer: Optimizer) -> None:
         for after, was in zip(changed, before, strict=True):
             torch.where(is_finite, after, was, out=after)
 
-    optimizer.step = step_or_undo  # type: ignore[method-assign]
+    optimizer.step = step_or_undo  # type: ignore[assignment]
 
 
 def tensors_in(data: Any) -> list[Tensor]:
