@@ -18,25 +18,23 @@ import torch
 from accelerate.utils import broadcast, broadcast_object_list
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from src.checkpoint.export import export_model, push_to_hub
+from src.checkpoint.export import export_model
 from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
 from src.distributed.accelerator import build_accelerator, shut_down
 from src.distributed.process import collect_only_new_objects, exit_codes, num_machines
 from src.distributed.stop import StopSignal
-from src.parts import AT_START, MODES, PARTS, open_store
+from src.parts import AROUND_STEPS, AT_END, AT_START, MODES, PARTS, open_store
 from src.tasks.base import Task
 from src.tasks.task_checks import require_gradients, require_sum
 from src.tracking.part import Parts
-from src.tracking.performance import Performance
 from src.tracking.tracker import Tracker
-from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
-from src.training.cuda_graph import CapturedStep
+from src.training.batches import CountedSteps, Fetched, MicroBatch, TrainStep, evaluation_batches, training_steps
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at, set_lr
-from src.training.out_of_memory import explaining_memory
+from src.training.phases import in_phase
 from src.training.progress import StepResult
 from src.training.run import Run, begin_task, build_data, fingerprints_of, on_device, prepare_model, require_rows
 
@@ -82,7 +80,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     task, size = run.task, len(run.eval_set)
     run.model.eval()
     broadcast([*run.model.buffers()])  # running statistics, as process 0 exports them: FSDP leaves each its own
-    with explaining_memory("evaluation", run):
+    with in_phase("evaluation", run):
         scores = evaluate_batches(task, run.model, evaluation_batches(run, stop), run.device, stop)
     run.model.train()
     if scores is None:
@@ -99,7 +97,6 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
 def fit(run: Run) -> bool:
     """Train to the last step or until early stopping. Return False if the run was stopped, after saving it."""
     config, progress = run.config, run.progress
-    performance = Performance(run)
     # parts are W&B, the report and other optional code that follows the run
     with open_store(run.accelerator, config) as store, Parts(run, PARTS) as parts, Tracker(run, parts) as tracker:
         gc.collect()  # what building the run has left, which the next line would keep
@@ -107,7 +104,10 @@ def fit(run: Run) -> bool:
         stop = StopSignal(run.accelerator, config)
         checkpoints = CheckpointWriter(run, store)
         steps = CountedSteps(training_steps(run, progress.step), stop)
-        take_step = CapturedStep(run, train_step) if config.cuda_graphs else train_step
+        fetched: Fetched = steps
+        take_step: TrainStep = train_step
+        for wrap in AROUND_STEPS:
+            fetched, take_step = wrap(run, fetched, take_step)
         is_stopping = False
         progress.start_clock()
         run.model.train()
@@ -135,11 +135,8 @@ def fit(run: Run) -> bool:
             if is_ending:
                 break
             # -------------------------------------------------------------------------------- one optimizer step
-            performance.begin_step()
-            micro_batches, counts = next(steps)
-            performance.begin_computing()
+            micro_batches, counts = next(fetched)
             result = take_step(run, micro_batches, counts)
-            performance.end_step(micro_batches)
             is_stopping = steps.is_stop_requested()
             progress.add_step(result)
             tracker.advance()
@@ -148,20 +145,20 @@ def fit(run: Run) -> bool:
             if reads_losses and progress.read_steps(run.accelerator, run.is_fp16, config.max_bad_steps):
                 checkpoints.close()
                 progress.give_up(config, run.is_fp16, checkpoints.newest)
-            if run.is_log_due() or progress.step == run.total_steps:
-                tracker.log_training(result, performance.interval_metrics())
+            if run.is_logged():
+                tracker.log_training(result)
 
         checkpoints.close()
         if is_stopping:
             tracker.log_stop(stop.reason or "another process", checkpoints.newest)
         else:
-            with explaining_memory("export", run):
+            with in_phase("export", run):
                 evaluated = export_model(run, store)
             parts.end(tracker.write_summary(evaluated, checkpoints.pause_seconds))
     return not is_stopping
 
 
-@explaining_memory("load")
+@in_phase("load")
 def build(config: Config[Task]) -> Run | None:
     """Join the processes, build data, model and optimizers, and load the checkpoint to resume from. Return None if the
     run in this output folder has already finished."""
@@ -219,11 +216,12 @@ def main(settings: Config | None = None) -> None:
         if not is_right:
             raise SystemExit(1)
         return
-    with explaining_memory("step", run):
+    with in_phase("step", run):
         is_done = fit(run)
     shut_down(run.accelerator)
-    if is_done and config.push_to_hub and run.is_main:
-        push_to_hub(config)
+    if is_done and run.is_main:
+        for act in AT_END:
+            act(config)
     if not is_done and num_machines() > 1:
         # stopped: after exit code 0, the launcher of a multi-machine run waits for minutes and reports success
         raise SystemExit(1)

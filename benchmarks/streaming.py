@@ -56,7 +56,7 @@ from benchmarks.runs import PROJECT
 from src.tasks.streaming.order import Cut, order_epoch
 from src.tasks.streaming.streamed_lm import StreamedLM
 from src.tasks.text.causal_lm import CausalLM
-from src.tasks.text.packing import Batch
+from src.tasks.text.rows import Batch
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.training.workers import load_in_workers
 

@@ -25,7 +25,7 @@ from src.config.errors import UserError
 from src.config.settings import Values
 from src.tasks.base import Counts
 from src.tasks.text.chats import Chat, ChatEncoder, as_tools, encode_chat
-from src.tasks.text.fine_tuning import Decoder
+from src.tasks.text.decoder import Decoder
 from src.tasks.text.load import fsdp_blocks, load_exported
 from src.tasks.text.rows import as_json, require_text
 from src.tasks.text.text_task import PART_NAMES

@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
 from src.config.errors import UserError, listed
+from src.tasks.text.load import require_known
 from src.tasks.text.rows import as_json
 from src.tasks.text.text_classification import TextClassification, as_written
 from src.tasks.text.text_task import PART_NAMES
-from src.tasks.text.tokenizing import require_known
 
 MAX_MISTAKES = 24
 """Rows of the table of mistakes."""

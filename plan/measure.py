@@ -37,7 +37,7 @@ from src.training.out_of_memory import tensors_of
 from src.training.progress import Progress
 from src.training.run import Run, begin_task, build_data
 from src.training.state import ResumePoint
-from src.training.transforms import transform
+from src.training.transforms import checkpoint_and_compile
 from train import train_step
 
 NO_LIMIT = 100_000
@@ -131,7 +131,7 @@ def build_without_values(config: Config[Task]) -> Run:
     config = begin_task(config, launch, ResumePoint())
     train_set, eval_set = build_data(config, accelerator)
     model = build_skeleton(config.task)
-    transform(model, config, accelerator)
+    checkpoint_and_compile(model, config, accelerator)
     if not accelerator.is_fsdp2:
         allocate(model, accelerator.device)
     model = prepare(accelerator, model)

@@ -11,6 +11,7 @@ import shlex
 import sys
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any, NoReturn
 
 PROJECT = Path(__file__).parents[1]
 
@@ -44,9 +45,31 @@ def missing_requirements(extra: str = "") -> list[str]:
     ]
 
 
+def explain_missing(kind: type, error: BaseException, traceback: Any) -> None:
+    """Print an exception that nobody handles; for a missing module of the project, the line that names it, and exit
+    with code 2."""
+    name = str(getattr(error, "name", ""))
+    if not isinstance(error, ModuleNotFoundError) or not name.startswith(("src.", "examples.")):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    if process := sys.modules.get("src.distributed.process"):
+        process.HAS_FAILED.set()  # so that it ends the launcher without its traceback
+    first = [PROJECT / "src/parts.py", PROJECT / "src/tasks/__init__.py"]  # where optional things are listed
+    for file in [*first, *sorted(PROJECT.glob("src/**/*.py")), PROJECT / "train.py"]:
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+            if re.search(rf"\b{re.escape(name)}\b", line):
+                where = f"{file.relative_to(PROJECT)}: line {number} names {name}, which is not there"
+                fail([f"{where}: delete the line, and its name in a list, or bring the file back"])
+
+
+def fail(lines: list[str]) -> NoReturn:
+    """Exit with code 2; the first process on each machine prints the lines."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("\n".join(lines), file=sys.stderr)
+    sys.exit(2)
+
+
 def require_installed() -> None:
     """Exit with code 2 if something is missing; the first process on each machine says what."""
     if lines := missing_requirements():
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("\n".join(lines), file=sys.stderr)
-        sys.exit(2)
+        fail(lines)

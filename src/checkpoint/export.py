@@ -1,11 +1,10 @@
-"""Export the trained model, with the last or the best weights and a model card, and upload it."""
+"""Export the trained model, with the last or the best weights and a model card."""
 
 import contextlib
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -16,7 +15,7 @@ from src.checkpoint.tensors import load_tensors
 from src.config.config import Config
 from src.config.errors import as_run_error, raise_if_any
 from src.config.settings import write_yaml
-from src.config.terminal import masked, say
+from src.config.terminal import masked
 from src.tasks.base import Cards, Metrics, Task, Tensors
 from src.training.run import Run
 
@@ -94,22 +93,3 @@ def write_cards(config: Config, cards: Cards, metrics: Metrics, folder: Path) ->
         card = ModelCard.from_template(data, template, config=config, metrics=metrics, settings=settings)
         card.content = masked(card.content)
         card.save(folder / part / "README.md")
-
-
-def push_to_hub(config: Config) -> None:
-    """Upload the exported model to config.push_to_hub, but not further models in its folder, which need repositories of
-    their own. Raise a RunError if that fails; the run itself is complete."""
-    folder, repository = config.folder / "model", config.push_to_hub
-    assert repository
-    excluded = [f"{card.parent.name}/*" for card in folder.glob("*/README.md")]
-    options = (f"--exclude={pattern}" for pattern in excluded)
-    command = shlex.join(["hf", "upload", repository, str(folder), "--private", *options])
-    constants.HF_HUB_OFFLINE = False  # set if the Hub was unreachable at the start
-    says = f"push_to_hub={repository}: the run is complete, upload its model with `{command}`: "
-    with as_run_error(says):
-        api = HfApi()
-        api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message=config.run_name, ignore_patterns=excluded
-        )
-    say(f"  Hub        {repository}")

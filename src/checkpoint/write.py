@@ -20,7 +20,7 @@ from src.checkpoint.status import write_unfinished
 from src.checkpoint.store import Store
 from src.checkpoint.tensors import rank_state_dict, run_tensors
 from src.config.errors import as_user_error, cause
-from src.training.out_of_memory import explaining_memory
+from src.training.phases import in_phase
 from src.training.run import Run
 from src.training.state import RunState
 
@@ -73,7 +73,7 @@ class CheckpointWriter:
         if torch.__version__ < "2.13":  # older stagers close themselves after a save
             self._stager = DefaultStager(self._options)
         tensors = rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)
-        with explaining_memory("save", run):
+        with in_phase("save", run):
             future: Any = dcp.async_save(
                 tensors, storage_writer=writer, async_stager=self._stager, process_group=self._group
             )

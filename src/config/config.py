@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterable
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from pkgutil import resolve_name
 from typing import Any, Generic
@@ -11,12 +11,15 @@ from typing import Any, Generic
 from pydantic import ValidationError
 from typing_extensions import TypeVar
 
-from src.config.aliases import translate
+from src.config.aliases import in_our_terms
 from src.config.check import CheckSettings
-from src.config.environment import command_with, leftovers
+from src.config.cuda_graphs import CudaGraphSettings
+from src.config.environment import leftovers
 from src.config.errors import UserError, as_user_error
 from src.config.groups import TaskSettings
+from src.config.hub import HubSettings
 from src.config.mirror import MirrorSettings
+from src.config.performance import PerformanceSettings
 from src.config.run import RunSettings
 from src.config.settings import (
     Change,
@@ -32,7 +35,9 @@ from src.config.settings import (
 )
 from src.config.terminal import say
 from src.config.trackers import TrackerSettings
+from src.config.transforms import TransformSettings
 from src.config.wandb import WandbSettings
+from src.config.workers import WorkerSettings
 
 USAGE = """\
 accelerate launch --config_file accelerate_configs/ddp.yaml
@@ -48,10 +53,16 @@ T = TypeVar("T", bound=TaskSettings, default=TaskSettings, covariant=True)
 
 
 class Config(
-    MirrorSettings,  # room: machines
-    CheckSettings,  # room: check
-    WandbSettings,  # room: wandb
-    TrackerSettings,  # room: trackers
+    # first, as it replaces a group that the others inherit
+    MirrorSettings,
+    CheckSettings,
+    CudaGraphSettings,
+    HubSettings,
+    PerformanceSettings,
+    TransformSettings,
+    WorkerSettings,
+    WandbSettings,
+    TrackerSettings,
     RunSettings,
     Generic[T],
 ):
@@ -61,6 +72,10 @@ class Config(
     """Settings of the task chosen by `task.name`."""
 
 
+EXPLANATIONS: list[Callable[..., list[str] | None]] = [
+    # functions that explain mistakes better than line by line
+    in_our_terms,
+]
 LENGTH_SETTINGS = {"epochs", "max_steps"}
 """Settings that determine how long a run is."""
 
@@ -99,13 +114,8 @@ def read_config(
         mistakes.extend(place_errors(config))
     if not mistakes:
         return config
-    hints, ours, launch = translate(values, written)
-    if hints:
-        _check(*read_arguments(ours, hints), hints, tasks)
-        said = "\n".join(hints)
-        right = [word for word in ours if word.startswith("--task.name=") or f"\n{word}: " not in said]
-        here = "in this project's terms, without what these lines leave out, and with its defaults for the rest:"
-        mistakes = [*misread, *hints, here, f"  {command_with(right, launch)}"]
+    for explain in EXPLANATIONS:
+        mistakes = explain(values, written, tasks, misread, partial(_check, tasks=tasks)) or mistakes
     raise UserError(*dict.fromkeys(mistakes))
 
 

@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from huggingface_hub import constants, get_token
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from src.config.environment import LaunchEnv, processes
 from src.config.groups import Checkpoint, EarlyStopping, Optim, TaskSettings
 from src.config.settings import Reopens, ResumeSafe, SafeReopens, Settings, nearest
-from src.config.terminal import BIN, CONTROL
+from src.config.terminal import CONTROL
 
 
 class RunSettings(Settings):
@@ -32,21 +31,11 @@ class RunSettings(Settings):
     """Examples per optimizer step, over all processes and accumulated micro-batches."""
     micro_batch_size: ResumeSafe[PositiveInt | None] = None
     """Examples per forward pass of each process; null: global_batch_size / processes, without accumulation."""
-    activation_checkpointing: ResumeSafe[bool] = False
-    """Recompute activations in the backward pass instead of storing them: less memory, about 33% slower."""
-    compile: ResumeSafe[bool] = False
-    """Compile the model, a transformer block by block. The first steps take about a minute longer."""
-    cuda_graphs: ResumeSafe[bool] = False
-    """Replay each step as a CUDA graph: for small models on one NVIDIA GPU."""
     fsdp_reduce_each_micro_batch: ResumeSafe[bool] = True
     """Under FSDP, reduce gradients after each micro-batch; false: only after the last, which communicates less but
     holds full fp32 gradients on each rank."""
     ddp_comm_hook: ResumeSafe[Literal["bf16", "fp16"] | None] = None
     """Dtype that DDP all-reduces gradients in, to spare slow networks; null: their own."""
-    num_workers: ResumeSafe[NonNegativeInt] = 0
-    """Data-loading workers per process; 0: load in the process itself."""
-    profile_steps: ResumeSafe[str | None] = None
-    """First and last step to profile, such as 10:15, into output_dir/profile; null: none."""
     log_every: ResumeSafe[PositiveInt] = 50
     """Steps between logs of the training metrics."""
     eval_every: ResumeSafe[PositiveInt | None] = None
@@ -64,8 +53,6 @@ class RunSettings(Settings):
     """Collective timeout, in minutes. The run fails if a process hangs for longer."""
     dry_run: ResumeSafe[bool] = False
     """Do everything up to the first step, write nothing, and print what the run would do; `--dry-run` is enough."""
-    push_to_hub: SafeReopens[str | None] = None
-    """Hub repository, USER/NAME, to upload the model to at the end; private if new; null: none."""
     task: TaskSettings
     """Settings of the task chosen by `task.name`."""
     optim: Optim = Optim()
@@ -121,17 +108,7 @@ class RunSettings(Settings):
             yield "epochs and max_steps are both null: set one of them"
         if self.dry_run and self.mode != "dry_run":
             yield f"--dry-run and --{self.mode} cannot be combined"
-        profiled = re.fullmatch(r"([1-9]\d*):(\d+)", self.profile_steps or "1:1")
-        if not profiled or int(profiled[1]) > int(profiled[2]):
-            yield f"profile_steps={self.profile_steps}: name the first and the last step, such as 10:15"
         yield from self.optim.decay_errors(math.inf if self.epochs else self.max_steps or math.inf)
-        if repository := self.push_to_hub:
-            if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-                yield f"push_to_hub={repository}: must be USER/NAME"
-            elif constants.HF_HUB_OFFLINE:
-                yield f"push_to_hub={repository}: HF_HUB_OFFLINE is set; unset it, or remove push_to_hub"
-            elif get_token() is None:
-                yield f"push_to_hub={repository}: no credentials; run `{BIN}hf auth login`"
         if self.task.metric_names is not None:
             yield from self.metric_errors([f"eval/{name}" for name in ("loss", "examples", *self.task.metric_names)])
 
@@ -144,6 +121,10 @@ class RunSettings(Settings):
             below = size // unit * unit
             sizes = f"{below} or {below + unit}".removeprefix("0 or ")
             yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
+
+    def length_errors(self, examples: int) -> Iterator[str]:
+        """Yield an error line for each setting that does not fit a run with this many examples per epoch."""
+        yield from self.optim.decay_errors(self.schedule_steps(examples))
 
     def metric_errors(self, names: Collection[str]) -> list[str]:
         """Return an error line for each metric in the settings that is not among the `names` of an evaluation's

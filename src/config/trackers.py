@@ -6,8 +6,8 @@ from src.config.run import RunSettings
 from src.config.settings import ResumeSafe
 
 Tracker = Literal[
-    "wandb",  # room: wandb
-    "trackio", "tensorboard",  # room: trackers
+    "wandb",
+    "trackio", "tensorboard",
 ]  # fmt: skip
 
 

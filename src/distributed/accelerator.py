@@ -47,10 +47,9 @@ for harmless in (
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 BLOCKS = "_no_split_modules (a list of class names), or fsdp_transformer_layer_cls_to_wrap in the yaml"
 """Where a user names the modules that FSDP gathers one by one."""
-BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 TUNERS: dict[str, Callable[[nn.Module, bool], list[str]]] = {
     # (model, whether FSDP will shard it) -> what was done
-    "cpu": tune_for_cpu,  # room: cpu
+    "cpu": tune_for_cpu,
 }
 """By device type, a function that speeds up a model before it is wrapped or sharded."""
 
@@ -91,7 +90,7 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
     precision, note = choose_precision(launcher, asked.precision, is_cpu_fallback)
     if config.mode == "check" and precision != "no":
         precision, note = "no", f"--check compares in fp32; the run itself uses {precision}"
-    raise_if_any(launch_errors(launcher, config, asked, on_cpu, precision))
+    raise_if_any(launch_errors(launcher, config, asked, on_cpu))
 
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)
     if precision != "fp8":
@@ -249,24 +248,6 @@ def sharded_units(model: nn.Module) -> list[nn.Module]:
     """Return the FSDP units, the root first; none without FSDP. Accelerate makes units of a language model's
     embeddings, last norm and head without being asked."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def strategy_remarks(accelerator: Accelerator, model: nn.Module) -> Iterator[str]:
-    """Yield a line for whatever in the prepared model its strategy cannot do well."""
-    if accelerator.is_fsdp2:
-        _, *units = sharded_units(model)
-        in_units = {weight for unit in units for weight in unit.parameters()}
-        in_root = sum(weight.nbytes for weight in {*model.parameters()} - in_units)
-        largest = max((sum(weight.nbytes for weight in unit.parameters()) for unit in units), default=0)
-        if in_root > largest:
-            share = f"{in_root / 1e6:,.1f} of {sum(weight.nbytes for weight in model.parameters()) / 1e6:,.1f} MB"
-            yield f"FSDP gathers {share} of weights at once, more than any block has: name more modules in {BLOCKS}"
-    # put into training mode, as steps will: a norm that is frozen stays as it is
-    if accelerator.use_distributed and any(isinstance(m, BATCH_NORMS) and m.training for m in model.train().modules()):
-        yield (
-            "BatchNorm normalizes over the examples of its own process, so the curve depends on the number of "
-            "processes: use GroupNorm, LayerNorm or torchvision's FrozenBatchNorm2d instead"
-        )
 
 
 def peak_memory(accelerator: Accelerator) -> list[int]:

@@ -81,14 +81,13 @@ def unusable_gpu() -> str | None:
 
 
 def launch_errors(
-    launcher: ParentLauncher | None, config: Config[Task], asked: LaunchEnv, on_cpu: bool, precision: str
+    launcher: ParentLauncher | None, config: Config[Task], asked: LaunchEnv, on_cpu: bool
 ) -> Iterator[str]:
     """Yield one line per reason why the run would differ from what was asked for: variables that override the settings
     or, if there are none, what this machine's devices cannot run and what is wrong with the launcher and its yaml.
 
     Args:
         on_cpu: whether the processes will train on the CPU.
-        precision: the mixed precision that will be used.
     """
     shell = launcher.environment if launcher else {}
     overriding = [name for name in shell if name.startswith(SWITCHES)]
@@ -101,11 +100,6 @@ def launch_errors(
     gpus = torch.accelerator.device_count()
     if not on_cpu and asked.local_world_size > gpus:
         yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"
-    if config.cuda_graphs:
-        is_alone = asked.world_size == config.gradient_accumulation_steps(1) == 1
-        is_cuda = not on_cpu and torch.cuda.is_available()
-        if not (is_alone and is_cuda) or precision == "fp16" or config.optim.name == "muon":
-            yield "cuda_graphs=true needs one NVIDIA GPU, without accumulation, fp16 or muon"
     for name, answers in REFUSED.items():
         if answer := answers.get(os.environ.get(name, "").upper(), answers.get("OTHER")):
             yield answer

@@ -9,14 +9,14 @@ from typing import Any
 
 TASKS = {
     "mnist": "src.tasks.mnist_settings:MnistSettings",
-    "causal_lm": "src.tasks.text.settings:CausalLMSettings",  # room: text
-    "streamed_lm": "src.tasks.streaming.settings:StreamedLMSettings",  # room: text+streaming
-    "text_classification": "src.tasks.text.settings:TextClassificationSettings",  # room: text
+    "causal_lm": "src.tasks.text.causal_lm_settings:CausalLMSettings",
+    "streamed_lm": "src.tasks.streaming.settings:StreamedLMSettings",
+    "text_classification": "src.tasks.text.text_classification_settings:TextClassificationSettings",
     "blank": "examples.blank:Blank",
-    "dpo": "examples.dpo:Dpo",  # room: text+examples
-    "token_classification": "examples.token_classification:TokenClassification",  # room: text+examples
-    "image_classification": "examples.image_classification:ImageClassification",  # room: examples
-    "tabular_regression": "examples.tabular_regression:TabularRegression",  # room: examples
+    "dpo": "examples.dpo:Dpo",
+    "token_classification": "examples.token_classification:TokenClassification",
+    "image_classification": "examples.image_classification:ImageClassification",
+    "tabular_regression": "examples.tabular_regression:TabularRegression",
 }
 
 

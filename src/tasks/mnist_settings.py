@@ -4,7 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from src.config.groups import Fraction, TaskSettings
+from src.config.groups import TaskSettings
+from src.config.optim import Fraction
 from src.config.settings import ResumeSafe
 
 

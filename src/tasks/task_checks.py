@@ -3,18 +3,17 @@
 The loss is checked in a run's first step alone, so that later steps cost nothing.
 """
 
-import math
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from src.config.errors import UserError, listed
-from src.config.terminal import is_first, say
 from src.tasks.base import Task
+from src.tasks.label_note import note_labels
 
 SUM = "the loss summed over its targets, not their mean, as a tensor of shape ()"
 MUST_RETURN = {
@@ -25,10 +24,10 @@ MUST_RETURN = {
 }
 MEAN = 1
 """The `reduction` of a mean, as autograd stores it."""
-SUMS = "Sum", "Add", "View", "ToCopy", "Mul"
-"""Operations, as autograd names them, whose result is a weighted sum of what they are given."""
-SAID: set[str] = set()
-"""Tasks whose labels have been remarked upon."""
+LOSS_REMARKS: list[Callable[[str, Tensor, float], None]] = [
+    # functions that remark on a loss in the first step: called with the task's name, the loss and its targets
+    note_labels,
+]
 
 
 def require_right(task: Task, method: str, found: Any) -> None:
@@ -39,32 +38,13 @@ def require_right(task: Task, method: str, found: Any) -> None:
 
 def require_sum(task: Task, loss: Tensor, batch: Any) -> None:
     """Raise a UserError if a batch's loss is not a tensor of shape (), or is a mean over several targets by one of
-    torch's losses. Say once if such a loss is a sum over more labels than Task.count counts targets. Autograd reveals
-    most of this, so nothing has to be computed."""
+    torch's losses. Autograd reveals this, so nothing has to be computed."""
     require_right(task, "loss", loss)
     name, targets = type(task).__name__, max(1.0, task.count(send_to_device(batch, "cpu"))["targets"])
     if getattr(loss.grad_fn, "_saved_reduction", None) == MEAN and targets > 1:
         raise UserError(f"{name}.loss must return {SUM}")
-    labels = summed_labels(loss.grad_fn)
-    if labels > 1.01 * targets and is_first() and name not in SAID:
-        SAID.add(name)
-        say(
-            f"NOTE: {name}.loss sums over {labels:,.0f} labels where {name}.count counts {targets:,.0f} targets, so "
-            f"the logged loss ({loss / targets:,.4g}) and the gradients are {labels / targets:,.4g} times those of a "
-            "mean over labels. If a loss per example is meant, all is well; if each label is a target, count them all"
-        )
-
-
-def summed_labels(node: Any, depth: int = 8) -> float:
-    """Return over how many labels a result of autograd, `node`, sums one of torch's losses: weighted as they are, and
-    the most if it sums several. Look back at `depth` operations, as the paths through them may double with each."""
-    if getattr(node, "_saved_reduction", MEAN) != MEAN:
-        return (node._saved_target != getattr(node, "_saved_ignore_index", math.nan)).sum().item()
-    factor = getattr(node, "_saved_other", 1.0)
-    if not depth or not node or not node.name().startswith(SUMS) or factor is None:
-        return 0
-    weight = torch.as_tensor(factor).float().mean().item()  # of a mask: how many of the labels it keeps
-    return weight * max(summed_labels(before, depth - 1) for before, _ in node.next_functions)
+    for remark in LOSS_REMARKS:
+        remark(name, loss, targets)
 
 
 def require_gradients(model: Any, step: int) -> None:

@@ -5,13 +5,14 @@ import shlex
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker
 
 from src.config.terminal import BIN
-from src.tracking.part import Entry, Part, Tables
+from src.tracking.guarded import TrackerPart, guarded
+from src.tracking.part import Entry, Tables
 
 PROJECT = "accelerate-template"
 """The run's project in trackio."""
 
 
-class AcceleratePart(Part):
+class AcceleratePart(TrackerPart):
     """Logs numbers through one of Accelerate's trackers."""
 
     _tracker: GeneralTracker
@@ -46,3 +47,6 @@ class TensorBoard(AcceleratePart):
         # hide the steps that a killed session had logged and this one takes again
         self._tracker = TensorBoardTracker("", logging_dir=self.where, purge_step=self._run.progress.step + 1)
         self._tracker.start()
+
+
+trackio_part, tensorboard_part = guarded(Trackio), guarded(TensorBoard)

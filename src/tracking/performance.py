@@ -10,10 +10,11 @@ import torch
 from accelerate.utils import gather_object
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
-from src.config.errors import UserError
 from src.config.settings import read_yaml
 from src.distributed.accelerator import peak_memory
-from src.training.batches import MicroBatch
+from src.tasks.base import Counts
+from src.training.batches import Fetched, MicroBatch, TrainStep
+from src.training.progress import StepResult
 from src.training.run import Run
 
 PEAKS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml").read_bytes())
@@ -29,6 +30,25 @@ def peak_flops(name: str, precision: str) -> float | None:
     if precision == "fp32" or words & PARTIAL:
         return None
     return next((1e12 * peak for key, peak in PEAKS.items() if {*key.split()} <= words), None)
+
+
+def measure(run: Run, steps: Fetched, take_step: TrainStep) -> tuple[Fetched, TrainStep]:
+    """Return the steps, and what takes them, with measurements around both."""
+    performance = Performance(run)
+
+    def fetch() -> Fetched:
+        while True:
+            performance.begin_step()
+            step = next(steps)
+            performance.begin_computing()
+            yield step
+
+    def take(run: Run, micro_batches: list[MicroBatch], counts: Counts) -> StepResult:
+        result = take_step(run, micro_batches, counts)
+        performance.end_step(micro_batches)
+        return result._replace(measured=performance.interval_metrics()) if run.is_logged() else result
+
+    return fetch(), take
 
 
 class Performance:
@@ -89,18 +109,11 @@ class Performance:
 
 def start_profiler(run: Run) -> profile | None:
     """Return PyTorch's profiler, which writes profiles of the steps in `profile_steps` into the run's folder; None if
-    there are no such steps ahead.
-
-    Raises:
-        UserError: the run ends before these steps.
-    """
+    there are no such steps ahead."""
     steps, total = run.config.profile_steps, run.total_steps
     if steps is None:
         return None
     first, last = map(int, steps.split(":"))
-    if first > total:
-        raise UserError(f"profile_steps={steps}: the run has only {total} steps; choose among them, or set it to null")
-
     before, active = first - 1 - run.progress.step, min(last, total) - first + 1
     if before < 0:
         return None

@@ -65,7 +65,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._bar.set_description_str("evaluating" if is_due else self._status, refresh=is_due)
         self._bar.update()
 
-    def log_training(self, result: StepResult, measured: Entry) -> None:
+    def log_training(self, result: StepResult) -> None:
         """Log the means over the interval that ends with this step or with the run, and what else was measured."""
         run, progress = self._run, self._run.progress
         progress.tick()
@@ -83,7 +83,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             run.tell(f"WARNING: steps skipped so far because of non-finite gradients: {progress.skipped}")
         self._skipped = progress.skipped
         self._show(metrics)
-        self._log(metrics | measured, {})
+        self._log(metrics | result.measured, {})
 
     def _show(self, metrics: Entry) -> None:
         """Show an interval's loss and speed in the bar, or in a line if there is no bar."""

@@ -23,10 +23,11 @@ from src.config.settings import write_yaml
 from src.config.terminal import BIN
 from src.config.wandb import Keep
 from src.tasks.base import PICTURE
-from src.tracking.part import Entry, Part, Tables
+from src.tracking.guarded import TrackerPart, guarded
+from src.tracking.part import Entry, Tables
 
 
-class WandbPart(Part):
+class WandbPart(TrackerPart):
     """Logs a run to W&B."""
 
     tracker, title = "wandb", "W&B"
@@ -145,3 +146,6 @@ class WandbPart(Part):
         png = base64.b64decode(value.removeprefix(PICTURE))
         caption = ", ".join(f"{n} {v}" for n, v in row.items() if not str(v).startswith(PICTURE))
         return self._wandb.Image(Image.open(io.BytesIO(png), formats=["PNG"]), caption=caption)
+
+
+wandb_part = guarded(WandbPart)

@@ -25,7 +25,12 @@ from src.distributed.stop import StopSignal
 from src.tasks.base import Counts, Examples, Indices, Task, samples
 from src.training.progress import StepResult
 from src.training.run import Run
-from src.training.workers import load_in_workers
+from src.training.workers import workers_if_any
+
+LOADERS: list[Callable[[Config, Examples, Iterator[list[int]], int, int], Iterator[Any] | None]] = [
+    # functions that load batches elsewhere than in the process itself, if the settings ask for that
+    workers_if_any,
+]
 
 
 class MicroBatch(NamedTuple):
@@ -46,6 +51,8 @@ class MicroBatch(NamedTuple):
 
 Steps = Iterator[list[MicroBatch]]
 """This process's micro-batches for each optimizer step."""
+Fetched = Iterator[tuple[list[MicroBatch], Counts]]
+"""The same, with the counts over all processes."""
 TrainStep = Callable[[Run, list[MicroBatch], Counts], StepResult]
 """The type of train_step in train.py."""
 
@@ -118,7 +125,7 @@ def _steps_after(run: Run, first: int) -> Steps:
         epoch, done = epoch + 1, 0
 
 
-class CountedSteps:
+class CountedSteps(Fetched):
     """Iterates over the steps, each with the counts summed over all processes.
 
     The loss is divided by the targets of all processes, so their number must be known before the first backward pass.
@@ -232,8 +239,8 @@ def _load(
     wanted = (sampler.to_fetch(indices) for step in ahead for indices in step)
     # no DataLoader: its overhead per batch takes as long as a small model's step
     batches: Iterator[Any] = (fetch_batch(config.task, dataset, indices) for indices in wanted)
-    if config.num_workers > 0:
-        batches = load_in_workers(config, dataset, wanted, run.data_rank, epoch)
+    for load in LOADERS:
+        batches = load(config, dataset, wanted, run.data_rank, epoch) or batches
     for step in steps:
         # without indices the batch is a dummy: it has an example, but that counts for nothing
         yield [to_micro_batch(config.task, next(batches), len(indices)) for indices in step]
@@ -246,8 +253,8 @@ def _on_device(run: Run, steps: Steps) -> Steps:
     if run.device.type == "cpu":
         return steps
     copied = map(partial(_copy_step, device=run.device), steps)
-    if run.config.cuda_graphs:
-        # a replay takes the host 0.17 ms, less than a second thread waits for the interpreter
+    # a replay takes the host 0.17 ms, less than a second thread waits for the interpreter
+    if getattr(run.config, "cuda_graphs", False):
         return copied
     # 10.3 ms a step instead of 12.2, where collating 4 x 4,096 packed tokens takes 2.0 ms (docs/figures.md)
     return in_background(copied)

@@ -13,16 +13,36 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor
+from torch.optim import Optimizer
 
+from src.config.config import Config
+from src.config.environment import LaunchEnv
 from src.config.errors import UserError
 from src.tasks.base import Counts
-from src.training.batches import MicroBatch, TrainStep
+from src.training.batches import Fetched, MicroBatch, TrainStep
 from src.training.optim import lr_at
 from src.training.progress import StepResult
 from src.training.run import Run
 
 WARM_UP_STEPS = 3
 """Steps before the captured one, in which libraries choose algorithms and allocate their workspaces."""
+
+
+def require_one_gpu(config: Config[Any]) -> None:
+    """Raise a UserError if the settings ask for graphs of steps that cannot be captured."""
+    if not config.cuda_graphs:
+        return
+    asked = LaunchEnv()
+    is_alone = asked.world_size == config.gradient_accumulation_steps(1) == 1
+    is_cuda = not asked.cpu and torch.cuda.is_available()
+    is_fp16 = asked.precision == "fp16" and config.mode != "check"  # which computes in fp32
+    if not (is_alone and is_cuda) or is_fp16 or config.optim.name == "muon":
+        raise UserError("cuda_graphs=true needs one NVIDIA GPU, without accumulation, fp16 or muon")
+
+
+def capture(run: Run, steps: Fetched, take_step: TrainStep) -> tuple[Fetched, TrainStep]:
+    """Return the steps, and what captures and replays them if the settings ask for that."""
+    return steps, CapturedStep(run, take_step) if run.config.cuda_graphs else take_step
 
 
 class CapturedStep:
@@ -84,6 +104,9 @@ class CapturedStep:
 
     def _capture(self, run: Run, batch: MicroBatch, counts: Counts) -> None:
         """Capture the step of a batch of this shape. Nothing is computed, and the run does not advance."""
+        for optimizer in run.optimizers:
+            if not optimizer.defaults.get("fused"):
+                undo_unless_finite(optimizer)
         # the graph reads its inputs from here, for as long as it lives
         data = recursively_apply(torch.clone, batch.data)
         self._inputs = tensors_in(data)
@@ -94,6 +117,26 @@ class CapturedStep:
         (self._loss,), self._norm = result.losses, result.norm
         # train_step has counted the step, but its kernels did not run
         run.progress.step = step
+
+
+def undo_unless_finite(optimizer: Optimizer) -> None:
+    """Have an optimizer with state undo its step on the device where the gradients are non-finite, as fused optimizers
+    skip it: a graph can't wait for the host."""
+    optimizer.defaults["fused"] = True  # step_if_finite then leaves this to the optimizer
+    step = optimizer.step
+
+    def step_or_undo() -> None:
+        # a copy of weights and state is affordable for the small models that graphs are meant for
+        changed = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        changed += [value for state in optimizer.state.values() for value in state.values()]
+        before = [tensor.clone() for tensor in changed]
+        step()
+        is_finite = optimizer.found_inf == 0  # type: ignore[attr-defined]
+        # select, don't multiply by 0: NaN times 0 is NaN
+        for after, was in zip(changed, before, strict=True):
+            torch.where(is_finite, after, was, out=after)
+
+    optimizer.step = step_or_undo  # type: ignore[assignment]
 
 
 def tensors_in(data: Any) -> list[Tensor]:

@@ -1,25 +1,29 @@
 """Build optimizers by name, and compute the learning rate as a function of the step."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch._dynamo  # noqa: F401  # each optimizer imports it, but would do so later, while garbage is looked for
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adadelta, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adadelta, AdamW, Optimizer
 
 from src.config.groups import Optim
+from src.training.muon import build_muon
+
+OPTIMIZERS: dict[str, Callable[[Optim, nn.Module], list[Optimizer]]] = {
+    "muon": build_muon,
+}
+"""By their names in the settings, functions that build optimizers of some parameters; adamw gets the others."""
 
 
 def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
-    """Return one optimizer; for muon two.
-
-    Muon gets the weight matrices except embeddings and the last layer, and adamw the rest, if any. Call it after FSDP
-    has sharded the model: optimizers hold references to the parameters, which sharding replaces.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    hidden = hidden_matrices(model) if config.name == "muon" else set()
-    rest = [p for p in trained if p not in hidden]
+    """Return the optimizers of a model's trained parameters, each of which has one. Call it after FSDP has sharded the
+    model: optimizers hold references to the parameters, which sharding replaces."""
+    optimizers = OPTIMIZERS[config.name](config, model) if config.name in OPTIMIZERS else []
+    taken = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    rest = [p for p in model.parameters() if p.requires_grad and p not in taken]
 
     # no weight decay for biases and the scales of norms, for which zero is not a natural value
     matrices = {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay}
@@ -31,42 +35,16 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
     # gradient accumulation, which train_step handles itself.
     match config.name:
         case "sgd":
-            # torch's fused SGD takes no DTensors: the host then waits for each step's norm, as for adadelta and muon
-            is_sharded = any(isinstance(p, DTensor) for p in trained)
+            # torch's fused SGD takes no DTensors: the host then waits for each step's norm, as for adadelta
+            is_sharded = any(isinstance(p, DTensor) for p in rest)
             return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
             return [Adadelta(groups, lr=config.lr)]
-        case "adamw" | "muon":
-            optimizers: list[Optimizer] = []
-            if hidden:
-                optimizers.append(
-                    Muon(
-                        [p for p in trained if p in hidden],
-                        lr=config.lr,
-                        weight_decay=config.weight_decay,
-                        momentum=config.momentum,
-                        # scale updates to adamw's size, so that both can use one learning rate
-                        adjust_lr_fn="match_rms_adamw",
-                    )
-                )
+        case _:
             if groups:
                 # fused: one kernel for all parameters, which can skip a step by itself
                 optimizers.append(AdamW(groups, lr=config.lr, betas=config.betas, fused=True))
             return optimizers
-
-
-def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the trained weight matrices between the embeddings and the last layer, which Muon is meant for (Jordan et
-    al. 2024, https://kellerjordan.github.io/posts/muon/)."""
-    modules = [*model.modules()]
-    ends: list[nn.Module] = [module for module in modules if isinstance(module, nn.Embedding)]
-    # the output layer, in which each class or token has its own row
-    ends += [module for module in modules if isinstance(module, nn.Linear)][-1:]
-    # peft wraps a layer (`base_layer`) and the weights trained beside it, such as the rows of new tokens
-    at_ends = {p for module in modules if getattr(module, "base_layer", module) in ends for p in module.parameters()}
-    matrices = {p for p in model.parameters() if p.requires_grad and p.ndim == 2}
-    # a matrix with a single row or column is a vector
-    return {p for p in matrices if min(p.shape) > 1} - at_ends
 
 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:
@@ -115,7 +93,7 @@ def set_lr(optimizers: list[Optimizer], lr: float) -> None:
     """Set the learning rate of all parameter groups."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # training/cuda_graph.py sets a tensor itself: a captured step would repeat a float
+            # a tensor is set by whoever put it there: a captured step would repeat a float
             if not isinstance(group["lr"], Tensor):
                 group["lr"] = lr
 

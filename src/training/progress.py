@@ -41,6 +41,8 @@ class StepResult(NamedTuple):
     """Loss of each micro-batch, summed over this process's targets; shape (). As many on all processes."""
     norm: Tensor
     """L2 norm of the gradients over all processes, before clipping; shape (), float64."""
+    measured: dict[str, float] = {}
+    """What else was measured in the interval that ends with this step, by the names to log."""
 
     @property
     def finite_norm(self) -> float | None:

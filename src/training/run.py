@@ -1,6 +1,7 @@
 """The run that `build` in train.py puts together, and its data and model."""
 
 import socket
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,13 +23,22 @@ from src.distributed.accelerator import (
     local_main_process_first,
     machine_differences,
     prepare,
-    strategy_remarks,
 )
+from src.distributed.remarks import strategy_remarks
 from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
 from src.tasks.task_checks import require_right
 from src.training.progress import Progress
 from src.training.state import ResumePoint, RunInputs
-from src.training.transforms import transform
+from src.training.transforms import checkpoint_and_compile
+
+TRANSFORMS: list[Callable[[nn.Module, Config[Task], Accelerator], None]] = [
+    # functions that change a model in place after the task has built it and before it is wrapped
+    checkpoint_and_compile,
+]
+REMARKS: list[Callable[[Accelerator, nn.Module], Iterable[str]]] = [
+    # functions that find what the user should know about a wrapped model
+    strategy_remarks,
+]
 
 
 @dataclass(kw_only=True)
@@ -145,6 +155,10 @@ class Run:
         """Return whether a logging interval ends with this step."""
         return self.progress.step % self.config.log_every == 0
 
+    def is_logged(self) -> bool:
+        """Return whether this step is logged: at the end of an interval or of the run."""
+        return self.is_log_due() or self.progress.step == self.total_steps
+
 
 def begin_task(config: Config[Task], launch: RunSetup, resume: ResumePoint) -> Config[Task]:
     """Return the settings with the task of this run. Raise a UserError if it asks for what the device cannot do.
@@ -158,7 +172,7 @@ def begin_task(config: Config[Task], launch: RunSetup, resume: ResumePoint) -> C
 
 def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples, Examples]:
     """Return the training set and the evaluation set. Raise a UserError if the evaluation set has no targets, or the
-    training set is empty or makes the schedule too short."""
+    training set is empty or makes the run too short for its settings."""
     task = config.task
     task.state.cp = context_parallel(accelerator)
     # the first process of each machine downloads and tokenizes, and the others read its cache
@@ -168,7 +182,7 @@ def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples
     train_set, eval_set = datasets
     if not len(train_set):
         raise UserError("the training set is empty")
-    raise_if_any(config.optim.decay_errors(config.schedule_steps(len(train_set))))
+    raise_if_any(config.length_errors(len(train_set)))
     each = (task.count(task.collate(samples(eval_set, [index])))["targets"] for index in range(len(eval_set)))
     # the first example usually has one; where processes share sequences, their parts of one may have none
     if task.state.cp.size == 1 and not any(each):
@@ -195,16 +209,17 @@ def on_device(config: Config, dataset: Examples, device: torch.device) -> Exampl
     """Return the dataset in the device's memory if it can be put there."""
     # a small dataset is copied to the device once, so that batches don't have to be
     to: Any = getattr(dataset, "to", None)
-    # worker processes can't read the device's memory
-    return to(device) if to and config.num_workers == 0 else dataset
+    # worker processes, which a copy may lack, can't read the device's memory
+    return dataset if to is None or getattr(config, "num_workers", False) else to(device)
 
 
 def prepare_model(config: Config[Task], accelerator: Accelerator, launch: RunSetup) -> tuple[nn.Module, dict[str, Any]]:
     """Return the task's model, ready to train (compiled, wrapped in DDP or sharded), and facts about it by name."""
     model, metadata, fill = new_model(config, accelerator.is_fsdp2)
-    transform(model, config, accelerator)
+    for transform in TRANSFORMS:
+        transform(model, config, accelerator)
     model = prepare(accelerator, model)
-    metadata["remarks"] += strategy_remarks(accelerator, model)
+    metadata["remarks"] += [line for remarks in REMARKS for line in remarks(accelerator, model)]
     if fill:
         # built without weights, then sharded: each process loads only its own shards
         fill(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
@@ -239,8 +254,9 @@ def new_model(config: Config[Task], is_sharded: bool = False) -> tuple[nn.Module
     else:
         set_seed(config.seed)  # build_empty_model may have consumed random numbers
         model = task.build_model()
+    # a copy of the project may lack such a setting
     optimizations = task.state.optimizations + [
-        setting for setting in ("compile", "cuda_graphs") if getattr(config, setting)
+        setting for setting in ("compile", "cuda_graphs") if getattr(config, setting, False)
     ]
     if task.state.device in TUNERS:
         optimizations += TUNERS[task.state.device](model, is_sharded)

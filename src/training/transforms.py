@@ -23,7 +23,7 @@ INPUTS_OF_BLOCKS = r"L\['(args|kwargs)'\]"
 """The compiler's names for a block's inputs: transformers' blocks take (*args, **kwargs)."""
 
 
-def transform(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
+def checkpoint_and_compile(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
     """Apply what the settings ask for, in place.
 
     Raises:

@@ -31,6 +31,13 @@ class Batches:
             return error  # for the training process: raised here, it would arrive with a traceback in its message
 
 
+def workers_if_any(
+    config: Config, dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
+) -> Iterator[Any] | None:
+    """Return what `load_in_workers` does; None without workers."""
+    return load_in_workers(config, dataset, batches, rank, epoch) if config.num_workers else None
+
+
 def load_in_workers(
     config: Config, dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
 ) -> Iterator[Any]:

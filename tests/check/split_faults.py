@@ -8,7 +8,7 @@ from torch import Tensor
 
 from src.tasks.base import ContextParallel, Counts
 from src.tasks.text.attention import document_attention
-from src.tasks.text.packing import Batch
+from src.tasks.text.rows import Batch
 from tests.check.planted import Fault, Hook, rank
 
 

@@ -56,13 +56,13 @@ def test_check_finds_each_fault_of_context_parallelism(launch: Launch, tmp_path:
 
 
 CONTINUED_POSITIONS = """
-import src.tasks.text.causal_lm as causal_lm
-make = causal_lm.batch_tensors
+import src.tasks.text.sequences as sequences
+make = sequences.batch_tensors
 def going_on(samples, width, padding):
     found, ends = make(samples, width, padding)
     found["position_ids"][:] = found["position_ids"].new_tensor(range(width))
     return found, ends
-causal_lm.batch_tensors = going_on
+sequences.batch_tensors = going_on
 """
 NO_TRIAL = "import src.tasks.text.causal_lm as causal_lm; causal_lm.require_decoder = lambda *_: None"
 

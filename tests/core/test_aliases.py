@@ -23,11 +23,12 @@ SETTINGS: list[Any] = [Config[resolve_name(path)] for path in TASKS.values()]  #
 needs_wandb, needs_text = needs("src/config/wandb.py"), needs("src/tasks/text/causal_lm.py")
 ROWS = [
     (names, says, value, becomes)
-    for table in read_yaml((PROJECT / "src/config/aliases.yaml").read_bytes()).values()
+    for file in sorted((PROJECT / "src/config/aliases").glob("*.yaml"))
+    for table in read_yaml(file.read_bytes()).values()
     for names, (says, rules) in table.items()
     for value, becomes in rules.items()
 ]
-"""Of src/config/aliases.yaml: names of others, what to say, their values, and what they become."""
+"""Of src/config/aliases: names of others, what to say, their values, and what they become."""
 OF_OTHERS = """
     model_name_or_path dataset_name dataset_config dataset_train_split dataset_test_split dataset_streaming
     dataset_text_field dataset_num_proc dataset_kwargs model_revision dtype torch_dtype attn_implementation
@@ -53,9 +54,9 @@ OURS = """
     --seed=42 --output_dir=out --task.name=causal_lm --task.model=m --task.dataset=a.txt --task.sequence_length=64
     --task.lora.r=8 --task.lora.alpha=32 --task.lora.dropout=0.05 '--task.lora.target_modules=["q_proj", "v_proj"]'
     --task.lora.base_dtype=nf4 --task.packing=False --epochs=3 --micro_batch_size=4 --optim.lr=2e-4 --optim.name=adamw
-    '--optim.betas=[0.8,0.95]' --optim.schedule=constant --optim.warmup_steps=0.03 --activation_checkpointing=true
-    --eval_every=null --save_every=100 --checkpoint.export_best=true --checkpoint.metric=eval/loss '--trackers=[]'
-    --global_batch_size=256
+    '--optim.betas=[0.8,0.95]' --optim.schedule=constant --optim.warmup_steps=0.03 --eval_every=null
+    --save_every=100 --checkpoint.export_best=true --checkpoint.metric=eval/loss '--trackers=[]'
+    --activation_checkpointing=true --global_batch_size=256
 """
 """That command in this project's terms. The batch is per device x accumulation x 8 processes."""
 

@@ -14,7 +14,8 @@ from transformers import get_wsd_schedule
 
 from src.config.groups import Optim
 from src.tasks.mnist import MnistCnn
-from src.training.gradients import _step_or_undo, local_gradients, local_norm, scale_and_clip_, step_if_finite
+from src.training.cuda_graph import undo_unless_finite
+from src.training.gradients import local_gradients, local_norm, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, lr_at
 from src.training.progress import Progress
 
@@ -88,10 +89,10 @@ BAD = [(math.nan, 1.0, 2.0), (1.0, math.nan, 2.0)]
 def recorded_step(optimizers: list[Optimizer], value: torch.Tensor) -> None:
     """As a recorded graph takes it: undone where it must not be."""
     for optimizer in optimizers:
-        if optimizer.state:
-            _step_or_undo(optimizer, value.isfinite())
-        else:
-            optimizer.step()
+        if optimizer.state and not optimizer.defaults.get("fused"):
+            undo_unless_finite(optimizer)
+        optimizer.found_inf = (~value.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
         optimizer.zero_grad()
 
 

@@ -7,10 +7,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from src.config.errors import UserError
 from src.tracking import performance
 from src.tracking.performance import Performance, peak_flops
-from tests.launching import Launch, Whole, mistakes
+from tests.launching import QUIET, Launch, Whole, mistakes
+from train import run_settings
 
 
 def test_a_device_is_known_by_the_words_of_its_name() -> None:
@@ -101,6 +101,5 @@ def test_steps_to_profile_that_are_none_are_refused() -> None:
     for steps in ("15:10", "0:3", "a:b"):
         (line,) = mistakes(f"--profile_steps={steps}")
         assert line == f"profile_steps={steps}: name the first and the last step, such as 10:15"
-    run = Mock(total_steps=9, config=Mock(profile_steps="10:15"))
-    with pytest.raises(UserError, match="profile_steps=10:15: the run has only 9 steps; choose among them"):
-        performance.start_profiler(run)
+    (line,) = run_settings(["--profile_steps=10:15", "--max_steps=9", *QUIET]).length_errors(100)
+    assert line == "profile_steps=10:15: the run has only 9 steps; choose among them, or set it to null"

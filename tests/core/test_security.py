@@ -15,7 +15,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from src.checkpoint.export import push_to_hub, write_cards
+from src.checkpoint.export import write_cards
+from src.checkpoint.hub import push_to_hub
 from src.config.config import config_from
 from src.config.errors import RunError, UserError, as_run_error, cause
 from src.config.settings import read_yaml, write_yaml

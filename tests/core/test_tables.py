@@ -192,8 +192,8 @@ def test_a_sum_over_more_labels_than_are_counted_is_said_once(
 ) -> None:
     """Where autograd tells how many there are; not if they are counted. Tried without a mask's mean: 1,024 of 512."""
     said = list[str]()
-    monkeypatch.setattr("src.tasks.task_checks.say", said.append)
-    monkeypatch.setattr("src.tasks.task_checks.SAID", set())
+    monkeypatch.setattr("src.tasks.label_note.say", said.append)
+    monkeypatch.setattr("src.tasks.label_note.SAID", set())
     for number, lines in ((1024, 0), (labels, 0), (16, 1), (16, 1)):
         monkeypatch.setattr(Mnist, "count", lambda *_, number=number: {"targets": number})
         require_sum(Mnist(), loss, None)
@@ -212,7 +212,7 @@ def test_a_sum_over_more_labels_than_are_counted_is_said_once(
 )  # fmt: skip
 def test_a_loss_per_target_is_right_however_large(monkeypatch: pytest.MonkeyPatch, loss: torch.Tensor) -> None:
     """A mean over each image's labels, large errors, nothing, and what autograd knows nothing about."""
-    monkeypatch.setattr("src.tasks.task_checks.say", None)
+    monkeypatch.setattr("src.tasks.label_note.say", None)
     monkeypatch.setattr(Mnist, "count", lambda *_: {"targets": 16})
     require_sum(Mnist(), loss, None)
 

@@ -15,8 +15,9 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trackio.sqlite_storage import SQLiteStorage
 
-from src.tracking import part as parts
-from src.tracking.part import Guarded, Part, Parts
+from src.tracking import guarded as parts
+from src.tracking.guarded import Guarded, TrackerPart
+from src.tracking.part import Part, Parts
 from src.training.progress import Progress
 from src.training.state import RunState
 from tests.faults.runs import ALL, ORIGIN, assert_same_run, checkpoints, curve, lines, without_times
@@ -57,7 +58,7 @@ def hang(*_: object) -> None:
 def test_a_faulty_one_is_left(monkeypatch: pytest.MonkeyPatch, method: str, fault: Any, why: Any, calls: str) -> None:
     """Tried without the thread: it waits forever."""
     monkeypatch.setattr(parts, "HANG_SECONDS", 0.3)
-    recorder, said, began = Mock(spec=Part, title="X"), list[str](), time.monotonic()
+    recorder, said, began = Mock(spec=TrackerPart, title="X"), list[str](), time.monotonic()
     getattr(recorder, method).side_effect = fault
     monkeypatch.setattr(parts, "say", said.append)
     guarded = Guarded(recorder)
@@ -80,7 +81,7 @@ def test_one_that_falls_behind_is_left_without_anyone_waiting(monkeypatch: pytes
     monkeypatch.setattr(parts, "MAX_WAITING", 3)
     said = list[str]()
     monkeypatch.setattr(parts, "say", said.append)
-    recorder, began = Mock(spec=Part, title="X"), time.monotonic()
+    recorder, began = Mock(spec=TrackerPart, title="X"), time.monotonic()
     recorder.log.side_effect = hang
     guarded = Guarded(recorder)
     guarded.start()
@@ -122,7 +123,7 @@ def test_a_wandb_service_that_dies_or_hangs(launch: Launch, whole: Whole, signal
     """The run goes on, its summary says so, and it ends. Tried without `abandon`: the process does not end."""
     before = dedent(f"""
         import psutil
-        from src.tracking import part, wandb
+        from src.tracking import guarded, wandb
         log = wandb.WandbPart.log
         def stop(self, record, tables):
             log(self, record, tables)
@@ -130,7 +131,7 @@ def test_a_wandb_service_that_dies_or_hangs(launch: Launch, whole: Whole, signal
                 (service,) = (child for child in psutil.Process().children() if child.name() == "wandb-core")
                 service.{signal}()
                 if "{signal}" == "suspend":
-                    part.HANG_SECONDS = 3.0  # from here on: under load a start takes as long
+                    guarded.HANG_SECONDS = 3.0  # from here on: under load a start takes as long
         wandb.WandbPart.log = stop
     """)
     run = launch("cpu", *ALL, wandb="offline", before=before).succeeded()
@@ -256,8 +257,7 @@ def test_it_is_said_how_to_upload_a_run_that_was_stopped(monkeypatch: pytest.Mon
     """Or has crashed, but not of one that is lost. Tried with a summary asked for: nothing is said."""
     said = list[str]()
     monkeypatch.setattr("src.tracking.part.say", said.append)
-    here, lost = (Mock(spec=Part, tracker="", closing=closing) for closing in ("upload this", "that"))
-    here.failure, lost.failure = None, "why"
+    here, lost = (Mock(spec=Part, closing=closing) for closing in ("upload this", ""))
     run = Mock(is_main=True, **{"resume.own_state.return_value": None})
     Parts(run, [Mock(return_value=here), Mock(return_value=lost)]).end(None)
     assert said == ["upload this"]

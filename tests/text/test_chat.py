@@ -18,7 +18,7 @@ from examples import ask, weights
 from examples.ask import MAX_TOKENS, Question
 from examples.chat_weights import CHAT
 from examples.weights import find
-from src.checkpoint.export import push_to_hub
+from src.checkpoint.hub import push_to_hub
 from src.config import terminal
 from src.config.errors import RunError, UserError
 from src.tasks.text import hub

@@ -25,12 +25,12 @@ from transformers.models.granite.modeling_granite import GraniteForCausalLM
 
 from src.config.errors import UserError
 from src.tasks.base import TaskState
-from src.tasks.text import attention, causal_lm, loss
+from src.tasks.text import attention, loss, sequences
 from src.tasks.text.adapters import add_adapters
 from src.tasks.text.loss import CHUNK_ON_GPU, LanguageModel, linear_cross_entropy
 from src.tasks.text.settings import Lora
 from src.tasks.text.trial import require_decoder, unsupported_reason
-from src.training.transforms import transform
+from src.training.transforms import checkpoint_and_compile
 from tests.launching import slow
 from tests.text import tiny
 
@@ -78,7 +78,7 @@ def transformed(model: torch.nn.Module, rows: int = 1, **settings: bool) -> None
     off = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False}
     config: Any = SimpleNamespace(**(off | settings), forward_batch_size=lambda processes: rows // processes)
     accelerator: Any = SimpleNamespace(num_processes=1, torch_device_mesh=None)
-    transform(model, config, accelerator)
+    checkpoint_and_compile(model, config, accelerator)
 
 
 @pytest.fixture
@@ -437,7 +437,7 @@ def test_the_attention_is_chosen_by_device_dtype_and_packing(
     torch.backends.cuda.enable_cudnn_sdp(True)
     seen: list[bool] = []
     monkeypatch.setattr(
-        causal_lm, "unsupported_reason", lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        sequences, "unsupported_reason", lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
     )
     task = tiny.task(**settings).bind(TaskState(device, dtype))
     assert task.build_model().hf.config._attn_implementation == chosen
@@ -449,7 +449,7 @@ def test_auto_falls_back_on_masks_and_says_why(monkeypatch: pytest.MonkeyPatch) 
     """The kernel itself, on a device that it doesn't know: this one."""
     monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     refused = partial(unsupported_reason, attention="varlen", packing=True, device="cpu", dtype=HALF)
-    monkeypatch.setattr(causal_lm, "unsupported_reason", lambda config, *_: refused(config))
+    monkeypatch.setattr(sequences, "unsupported_reason", lambda config, *_: refused(config))
     task = tiny.task().bind(TaskState("cuda", HALF))
     task.build_model()
     (summary,) = task.state.optimizations

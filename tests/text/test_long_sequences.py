@@ -16,8 +16,7 @@ from transformers import CONFIG_MAPPING
 from src.config.errors import UserError
 from src.tasks.base import ContextParallel
 from src.tasks.text.attention import document_attention, document_lengths
-from src.tasks.text.context_parallel import ulysses_attention
-from src.tasks.text.trial import require_splittable
+from src.tasks.text.context_parallel import require_splittable, ulysses_attention
 from tests.core.test_parity import assert_same_curve
 from tests.faults.runs import assert_same_run, cut_back
 from tests.launching import Launch, Rounding, Whole, slow

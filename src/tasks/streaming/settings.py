@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from src.config.settings import ResumeSafe, Settings
-from src.tasks.text.settings import CausalLMSettings
+from src.tasks.text.causal_lm_settings import CausalLMSettings
 
 
 class MixtureSource(Settings):

@@ -22,8 +22,8 @@ from src.tasks.streaming.settings import StreamedLMSettings
 from src.tasks.streaming.stream import Stream
 from src.tasks.text.causal_lm import CausalLM, by_sequence
 from src.tasks.text.files import find_files
-from src.tasks.text.packing import Batch, Chunk, Sequences
-from src.tasks.text.rows import BLOCK, Encoders, Record, Split, open_files, write_parquet
+from src.tasks.text.packing import Chunk, Sequences
+from src.tasks.text.rows import BLOCK, Batch, Encoders, Record, Split, open_files, write_parquet
 from src.tasks.text.text_task import Opened, require_columns
 
 HELD_OUT = 1000

@@ -1,7 +1,6 @@
 """Next-token prediction with any transformers decoder, from scratch or fine-tuned: `--task.name=causal_lm`."""
 
 import math
-from functools import cached_property, partial
 from heapq import nlargest
 from itertools import groupby
 from operator import itemgetter, mul
@@ -11,62 +10,34 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from datasets import Dataset
-from pydantic import PrivateAttr
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
-from src.config.errors import UserError, as_user_error, listed
+from src.config.errors import UserError
 from src.tasks.base import Counts, Tables, Tensors
-from src.tasks.text.adapters import add_embeddings, add_tokens
-from src.tasks.text.attention import document_lengths
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, encode_chat, ends_of_turn, with_date
-from src.tasks.text.context_parallel import register, shard_batch
-from src.tasks.text.fine_tuning import Decoder
+from src.tasks.text.adapters import add_embeddings
+from src.tasks.text.chat_rows import ChatRows
+from src.tasks.text.context_parallel import LongSequences
 from src.tasks.text.load import load_exported
 from src.tasks.text.loss import LanguageModel
-from src.tasks.text.packing import Batch, Chunk, Sequences, batch_tensors, pack
-from src.tasks.text.rows import ROW, Encoders, Rows, Split, require_text
-from src.tasks.text.settings import CausalLMSettings
-from src.tasks.text.tokenizing import Chunker, Columns
-from src.tasks.text.trial import require_decoder, require_splittable, unsupported_reason
+from src.tasks.text.packing import Chunk, Sequences, pack
+from src.tasks.text.rows import Batch, Rows
+from src.tasks.text.sequences import PackedSequences
+from src.tasks.text.tokenizing import Chunker
+from src.tasks.text.trial import require_decoder
 
 MAX_SAMPLES, MAX_SAMPLE = 8, 1000
 """Sequences in the table of an evaluation, and characters of each."""
-USUAL: tuple[Columns, ...] = (
-    {"messages": "messages"},
-    {"messages": "conversations"},
-    {"prompt": "prompt", "completion": "completion"},
-    {"text": "text"},
-)
-"""Columns with usual names, by role. The first that a dataset has are read if the settings name none."""
 
 
-class CausalLM(CausalLMSettings, Decoder):
+class CausalLM(
+    ChatRows,
+    LongSequences,
+    PackedSequences,
+):
     """Predicts the next token of raw text, of prompts with completions, or of chats."""
 
     next_step: ClassVar[tuple[str, str]] = "talk", "src.tools.generate"
-    splits_sequences: ClassVar[bool] = True
     hf_name: ClassVar[str] = "lm"
-    _columns: Columns = PrivateAttr(default_factory=dict)
-
-    def _choose_attention(self) -> str:
-        """Return the name of the attention that suits the device and the data, and note it. Raise a UserError if
-        sequences cannot be split across processes."""
-        state, attention, note = self.state, "sdpa", ""
-        # the mask of a long sequence would take more memory than anything else
-        has_use = self.packing or state.cp.size > 1
-        if self.attention == "auto" and has_use and state.device == "cuda" and state.dtype != torch.float32:
-            if reason := unsupported_reason(self._config, "varlen", self.packing, state.device, state.dtype):
-                note = f" (not varlen: {reason})"
-            else:
-                attention = "varlen"
-        note = f"{attention} attention{note}"
-        if state.cp.size > 1:
-            require_splittable(self._config, self.packing)
-            attention = register(attention, state.cp)
-            note += f", across {state.cp.size} processes"
-        state.optimizations.append(note)
-        return attention
 
     def load_model(self) -> Any:
         model = super().load_model()
@@ -81,28 +52,8 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def wrap(self, model: Any) -> LanguageModel:
         require_decoder(self._config, self.packing, self.sequence_length)
-        attention = self._choose_attention()
+        attention = self.choose_attention()
         return LanguageModel(self.with_adapters(model), attention)
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        tokenizer = super()._tokenizer
-        if self.new_tokens:
-            add_tokens(tokenizer, self.new_tokens)
-        if not self.chat_template:
-            return tokenizer
-        tokenizer.chat_template = CHATML
-        if self.chat_template != "chatml":
-            with as_user_error("task.chat_template: cannot be read: ", (OSError, UnicodeDecodeError)):
-                tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
-        marks = ends_of_turn(tokenizer)
-        if not marks:
-            says = f"task.chat_template={self.chat_template} ends a turn without a special token of the tokenizer's"
-            hint = "list its marks in task.new_tokens, such as '[<|im_start|>, <|im_end|>]', or write {{ eos_token }}"
-            raise UserError(f"{says}, so the model would never stop: {hint}")
-        if tokenizer.eos_token not in marks:
-            tokenizer.eos_token = marks[0]
-        return tokenizer
 
     def build_datasets(self) -> tuple[Any, Sequences]:
         opened = self.open_rows()
@@ -110,36 +61,6 @@ class CausalLM(CausalLMSettings, Decoder):
         parts = zip(self.usable_parts(opened, columns), ("training data", "evaluation data"), strict=True)
         train, evaluation = (self.packed(self.chunker.make_chunks(rows, of), len(rows), of) for rows, of in parts)
         return train, evaluation
-
-    def choose_columns(self, split: Split, names: list[str]) -> Encoders:
-        """Choose the columns of a split to train on, among these names, and return their encoders."""
-        roles = ("text", "prompt", "completion", "messages")
-        asked = {role: column for role in roles if (column := getattr(self, f"{role}_column"))}
-        found = (usual for usual in USUAL if {*usual.values()} <= {*names})
-        self._columns = asked or next(found, {})
-        if self._columns.keys() not in [usual.keys() for usual in USUAL]:
-            hint = "--task.text_column, or --task.prompt_column and --task.completion_column, or --task.messages_column"
-            raise UserError(f"which of the dataset's columns ({listed(names)}) to train on? Set {hint}")
-        prompt = self._columns.get("prompt")
-        # the first row tells, as in TRL
-        has_chats = prompt is not None and isinstance(split.first_row([prompt]).get(prompt), list)
-        is_chat = "messages" in self._columns or has_chats
-        return self._chat_encoders() if is_chat else dict.fromkeys(self._columns.values(), require_text)
-
-    def _chat_encoders(self) -> Encoders:
-        """Return the encoders of chats, whole or as prompts and completions, whose rows are kept as text."""
-        tokenizer, remarks = self._tokenizer, self.state.remarks
-        template = str(tokenizer.chat_template or "")  # or several, by name
-        if not ends_of_turn(tokenizer):
-            remarks.append("the model's chat template ends turns without a token of their own: it may not stop")
-        if "strftime_now" in template:
-            date = self.state.data.setdefault("date", self.state.date)
-            remarks.append(f"chats are dated {date}, when this run began")
-            tokenizer = with_date(tokenizer, date)
-        columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
-        self._columns = {"chat": ROW}
-        write = partial(encode_chat, columns=columns, tokenizer=tokenizer, train_on_prompts=self.train_on_prompts)
-        return {**dict.fromkeys(columns.values(), ChatEncoder(template)), "tools": as_tools, ROW: write}
 
     @property
     def chunker(self) -> Chunker:
@@ -172,19 +93,6 @@ class CausalLM(CausalLMSettings, Decoder):
 
     def describe(self, part: Literal["train", "eval"], dataset: Sequences) -> dict[str, float]:
         return dataset.describe(self.sequence_length) | {"skipped_rows": self._skipped_rows[part]}
-
-    def collate(self, samples: list[list[Chunk]]) -> Batch:
-        lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
-        sizes = [*map(sum, lengths)]
-        width = max(self.sequence_length if self.packing else 1, *sizes)
-        width += -width % self.state.cp.size
-        inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
-        batch = {
-            "inputs": inputs | document_lengths(ends),
-            "tokens": sum(sizes),
-            "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
-        }
-        return shard_batch(batch, sizes, self.state.cp) if self.state.cp.size > 1 else batch
 
     def documents(self, sample: list[Chunk]) -> list[list[Chunk]]:
         return [[chunk] for chunk in sample]

@@ -15,14 +15,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from src.config.errors import UserError, as_user_error, listed, reraised_as
 from src.tasks.text.rows import as_json
+from src.tasks.text.tokenizing import Span, Spans
 
 Message = dict[str, Any]
 Chat = list[Message]
 Tools = list[Any]
 """Descriptions of tools, each a mapping."""
-Span = tuple[int, int]
-"""A part of a text, from one character up to another."""
-Spans = list[Span]
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 """Roles of ShareGPT's format and others, as templates call them."""
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")

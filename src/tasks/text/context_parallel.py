@@ -10,22 +10,52 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses", https://arxiv.org/abs/2309.1450
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
+from src.config.errors import UserError
 from src.tasks.base import ContextParallel
 from src.tasks.text.attention import document_attention
-from src.tasks.text.packing import Batch
+from src.tasks.text.packing import Chunk
+from src.tasks.text.rows import Batch
+from src.tasks.text.sequences import PackedSequences
+from src.tasks.text.trial import unsupported_reason
+
+
+class LongSequences(PackedSequences):
+    """Splits sequences that several processes share."""
+
+    splits_sequences: ClassVar[bool] = True
+
+    def choose_attention(self) -> str:
+        attention, cp = super().choose_attention(), self.state.cp
+        if cp.size == 1:
+            return attention
+        require_splittable(self._config, self.packing)
+        self.state.optimizations[-1] += f", across {cp.size} processes"
+        return register(attention, cp)
+
+    def collate(self, samples: list[list[Chunk]]) -> Batch:
+        batch, cp = super().collate(samples), self.state.cp
+        sizes = [sum(len(chunk["input_ids"]) for chunk in sample) for sample in samples]
+        return shard_batch(batch, sizes, cp) if cp.size > 1 else batch
+
+
+def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
+    """Raise a UserError if processes can't split the sequences of such models, because these mix tokens outside of
+    their attention, or attend in a way that attention by document can't."""
+    if reason := unsupported_reason(config, "by_document", packing):
+        raise UserError(f"{config.model_type}: processes cannot split its sequences (cp_size): {reason}")
 
 
 def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
-    """Return this process's part of a batch of whole sequences, from CausalLM.collate, and which targets are in it:
-    `own_targets`, shape (targets,), bool.
+    """Return this process's part of a batch of whole sequences, from PackedSequences.collate, and which targets are in
+    it: `own_targets`, shape (targets,), bool.
 
     Labels have been shifted there: the label of a part's last token is the first token of the next part.
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ from transformers.trainer_utils import align_special_tokens
 from src.tasks.base import Tensors
 from src.tasks.text.chats import ends_of_turn
 
+ENDS: list[Callable[[PreTrainedTokenizerFast], list[str]]] = [
+    # functions that find tokens that end a turn, of which the first ends generation too
+    ends_of_turn,
+]
+
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folder: Path) -> None:
     """Write config, weights (for a PeftModel, the adapters alone) and tokenizer."""
@@ -33,11 +39,12 @@ def set_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     """Give a language model the tokenizer's special tokens, and also end generation where the chat template ends a
     turn: a base model, which stops only at the end of a text, would continue with the user's next turn."""
     align_special_tokens(model, tokenizer)
-    generation, marks = model.generation_config, ends_of_turn(tokenizer)
+    generation = model.generation_config
     known = generation.eos_token_id  # one, several or none
     eos_token_ids = [known] if isinstance(known, int) else known or []
-    if marks and (end := tokenizer.get_vocab()[marks[0]]) not in eos_token_ids:
-        generation.eos_token_id = [*eos_token_ids, end]
+    for mark in [mark for find in ENDS for mark in find(tokenizer)[:1]]:
+        if (end := tokenizer.get_vocab()[mark]) not in eos_token_ids:
+            generation.eos_token_id = [*eos_token_ids, end]
 
 
 def drop_settings_without_effect(generation: Any) -> list[str]:

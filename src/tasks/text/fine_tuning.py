@@ -26,7 +26,6 @@ from src.tasks.text.load import (
     fsdp_blocks,
     load_config,
     load_tokenizer,
-    new_config,
     quantization_of,
     read_generation_config,
     read_model,
@@ -35,9 +34,7 @@ from src.tasks.text.load import (
     with_dropout,
     without_scales,
 )
-from src.tasks.text.settings import DecoderSettings
 from src.tasks.text.text_task import TextTask
-from src.tasks.text.tokenizing import byte_tokenizer
 
 
 class FineTuning(TextTask):
@@ -259,24 +256,3 @@ class FineTuning(TextTask):
         if on_the_hub := [name for name in self.dataset_names if "://" not in name and not Path(name).exists()]:
             card["datasets"] = on_the_hub
         return {place: card | {"library_name": library} for place, library in self._libraries().items()}
-
-
-class Decoder(DecoderSettings, FineTuning):
-    """Trains a transformers decoder, from scratch or fine-tuned."""
-
-    def _load_config(self) -> PreTrainedConfig:
-        if self.model:
-            config = super()._load_config()
-        else:
-            config = new_config(self.architecture, self._tokenizer, self.sequence_length)
-        if getattr(config.get_text_config(), "output_router_logits", False):
-            says = "the auxiliary loss of a mixture of experts would depend on the number of processes"
-            raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
-        return config
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        if self.model and not self.tokenizer:
-            return super()._tokenizer
-        name = self.tokenizer or "bytes"
-        return byte_tokenizer() if name == "bytes" else load_tokenizer("tokenizer", name)

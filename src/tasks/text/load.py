@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState, init_empty_weights
 from safetensors import safe_open
@@ -142,6 +143,16 @@ def check_length(
         raise UserError(f"task.sequence_length={sequence_length}: the model sees at most {limit} tokens")
     if sequence_length > said:
         remarks.append(f"tokenizer_config.json has model_max_length={said}: the model's {limit} are used")
+
+
+def require_known(ids: np.ndarray, tokenizer: PreTrainedTokenizerFast, num_known: int) -> None:
+    """Raise a UserError if a model that knows so many tokens does not know one of these, shape (tokens,), or the one
+    for padding."""
+    largest = int(max(ids.max(initial=0), tokenizer.pad_token_id or 0))
+    if largest >= num_known:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        says = f"the token {token} has the id {largest}, but the model knows {num_known} tokens"
+        raise UserError(f"{says} (task.tokenizer, task.architecture.vocab_size)")
 
 
 # --------------------------------------------------------------------------------------------------- the whole model

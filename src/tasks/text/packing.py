@@ -13,8 +13,6 @@ from datasets import Dataset
 from src.tasks.base import Tensors
 from src.tasks.text.rows import table_checksum
 
-Batch = dict[str, Any]
-"""A batch, as a task's `collate` returns it."""
 Chunk = dict[str, Any]
 """A row of a table of chunks: `input_ids` and `labels` of shape (length,), int64, and figures about them."""
 ChunkLists = list[list[Chunk]]

@@ -32,6 +32,8 @@ from src.tasks.text.files import attempts
 
 Row = dict[str, Any]
 """A row's values by column."""
+Batch = dict[str, Any]
+"""A batch, as a task's `collate` returns it."""
 Rows = dict[str, list[Any]]
 """Values of rows, by column."""
 

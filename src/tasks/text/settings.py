@@ -1,14 +1,15 @@
-"""The settings of text tasks: what to read, which model to train, and how. Checking them takes neither torch nor
-transformers."""
+"""The settings that text tasks share: what to read, which model to train, and how. Checking them takes neither torch
+nor transformers."""
 
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from src.config.groups import Fraction, TaskSettings
+from src.config.groups import TaskSettings
+from src.config.optim import Fraction
 from src.config.settings import ResumeSafe, SafeReopens, Settings, Values, read_yaml
 from src.tasks.text.files import EXTENSIONS, path_error
 
@@ -125,60 +126,3 @@ class DecoderSettings(TextSettings):
             yield "task.model, task.architecture: set one of them, to fine-tune a model or to train one from scratch"
         if self.lora.r and not self.model:
             yield "task.lora adapts an existing model: set task.model, not task.architecture"
-
-
-class CausalLMSettings(DecoderSettings):
-    """Settings of next-token prediction."""
-
-    name: Literal["causal_lm"] = "causal_lm"
-    """The task to train."""
-    chat_template: str | None = None
-    """A Jinja file with a chat template, or chatml, a common one that writes tools, calls and thoughts; null: the
-    tokenizer's own."""
-    new_tokens: list[str] = []
-    """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and last layer are trained,
-    alongside adapters too."""
-    text_column: str | None = None
-    """Column of raw text. If none of the four column settings is set, the column names decide."""
-    prompt_column: str | None = None
-    """Column of prompts, texts or lists of messages; needs completion_column too."""
-    completion_column: str | None = None
-    """Column of completions, which follow the prompts."""
-    messages_column: str | None = None
-    """Column of chats: lists of messages with role and content (and tool_calls), or ShareGPT's from and value. A
-    `tools` column beside it describes the tools that they may call."""
-    train_on_prompts: bool = False
-    """Include prompts and other roles' turns in the loss, not only completions and the assistant's turns."""
-    sequence_length: PositiveInt = 1024
-    """Tokens that the model sees at once. Longer text is split into several sequences; longer prompts and chats are
-    truncated."""
-    packing: bool = True
-    """Pack several short documents into one sequence. They don't see each other."""
-    attention: ResumeSafe[Literal["auto", "sdpa"]] = "auto"
-    """How packed documents are kept apart. sdpa: by a mask. auto: by torch's varlen kernel, which needs no mask, in
-    half precision on a GPU if the model supports it; otherwise by a mask."""
-    task_class: ClassVar[str] = "src.tasks.text.causal_lm:CausalLM"
-    metric_names: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy")
-
-
-class TextClassificationSettings(TextSettings):
-    """Settings of the classification of texts, or pairs of texts."""
-
-    name: Literal["text_classification"] = "text_classification"
-    """The task to train."""
-    text_column: str = "text"
-    """Column of texts."""
-    text_pair_column: str | None = None
-    """Column of second texts, to classify pairs."""
-    label_column: str = "label"
-    """Column of labels, names or numbers. A head that names the data's keeps its own; otherwise, the training data's
-    are all that exist."""
-    sequence_length: PositiveInt = 256
-    """Maximum number of tokens that the model sees. Longer texts are truncated."""
-    task_class: ClassVar[str] = "src.tasks.text.text_classification:TextClassification"
-    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1", "matthews_correlation")
-
-    def validation_errors(self) -> Iterator[str]:
-        yield from super().validation_errors()
-        if not self.model:
-            yield "task.model is not set: name a model on the Hub or a local folder"

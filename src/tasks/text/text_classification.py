@@ -21,10 +21,10 @@ from src.tasks import load_metric
 from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
 from src.tasks.text.fine_tuning import FineTuning
-from src.tasks.text.packing import Batch
-from src.tasks.text.rows import Encoders, Rows, cached_map, label_text, require_text, table_checksum
-from src.tasks.text.settings import Lora, TextClassificationSettings
-from src.tasks.text.tokenizing import require_known
+from src.tasks.text.load import require_known
+from src.tasks.text.rows import Batch, Encoders, Rows, cached_map, label_text, require_text, table_checksum
+from src.tasks.text.settings import Lora
+from src.tasks.text.text_classification_settings import TextClassificationSettings
 
 MAX_COUNTS = 20
 """Labels whose counts are shown at the start of a run, the most frequent ones."""

@@ -17,8 +17,7 @@ from datasets import Dataset, Features, List, Value
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from src.config.errors import UserError
-from src.tasks.text.chats import Spans
+from src.tasks.text.load import require_known
 from src.tasks.text.packing import Chunk
 from src.tasks.text.rows import Rows, cached_map
 
@@ -52,16 +51,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def require_known(ids: np.ndarray, tokenizer: PreTrainedTokenizerFast, num_known: int) -> None:
-    """Raise a UserError if a model that knows so many tokens does not know one of these, shape (tokens,), or the one
-    for padding."""
-    largest = int(max(ids.max(initial=0), tokenizer.pad_token_id or 0))
-    if largest >= num_known:
-        token = tokenizer.convert_ids_to_tokens(largest)
-        says = f"the token {token} has the id {largest}, but the model knows {num_known} tokens"
-        raise UserError(f"{says} (task.tokenizer, task.architecture.vocab_size)")
-
-
 SLICE = 2**16
 """Characters that are tokenized at once: the tokenizer's Python objects take 260 times the memory of the text."""
 OVERLAP = 256
@@ -73,6 +62,9 @@ CHUNK_FEATURES = Features(
 """Columns of a table of chunks: `row` is the place of the chunk's row in its batch, and `targets` is how many tokens
 contribute to the loss."""
 
+Span = tuple[int, int]
+"""A part of a text, from one character up to another."""
+Spans = list[Span]
 Columns = dict[str, str]
 """Names of columns by role: text; or prompt and completion; or chat, as `encode_chat` returns it."""
 

@@ -36,13 +36,6 @@ def require_decoder(config: PreTrainedConfig, packing: bool, sequence_length: in
         raise UserError(f"{config.model_type} cannot be trained here: {reason}{hint}")
 
 
-def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
-    """Raise a UserError if processes can't split the sequences of such models, because these mix tokens outside of
-    their attention, or attend in a way that attention by document can't."""
-    if reason := unsupported_reason(config, "by_document", packing):
-        raise UserError(f"{config.model_type}: processes cannot split its sequences (cp_size): {reason}")
-
-
 def unsupported_reason(
     config: PreTrainedConfig, attention: str, packing: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> str | None:

@@ -10,7 +10,6 @@ import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from plan.null_gpu import WAITS, NullGpu, join_alone, null_environment
 from tests.launching import PROJECT, QUIET, clean_environment
@@ -77,7 +76,7 @@ def main(result: str, *arguments: str) -> None:
     from src.distributed.stop import StopSignal
     from src.tracking.performance import Performance
     from src.training.batches import CountedSteps, evaluation_batches, training_steps
-    from src.training.cuda_graph import CapturedStep
+    from src.training.cuda_graph import capture
     from train import run_settings
 
     gpu = NullGpu()
@@ -96,11 +95,8 @@ def main(result: str, *arguments: str) -> None:
     assert run
     performance = Performance(run)
     found, milliseconds = [], []
-    take_step: Any = train.train_step
-    if run.config.cuda_graphs:
-        take_step = CapturedStep(run, train.train_step)
     stop = StopSignal(run.accelerator, run.config)
-    steps = CountedSteps(training_steps(run, 0), stop)
+    steps, take_step = capture(run, CountedSteps(training_steps(run, 0), stop), train.train_step)
     run.model.train()
     for left in reversed(range(int(os.environ["STEPS"]))):
         null.null_gpu_reset()
