@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,62 +22,8 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent.parent
 
 
-class Part(NamedTuple):
-    """What a project may do without."""
-
-    about: str = ""
-    """What it is, if `make new` offers to leave it out; else it comes with what needs it."""
-    files: str = ""
-    lines: str = ""
-    """How the lines of LISTS begin that go with it; ~ is a space."""
-    needs: str = ""
-
-
-PARTS = {
-    "check": Part("--check: is a run correct?", "src/check src/config/check.py docs/check.md"),
-    "cpu": Part("faster training on CPUs", "src/distributed/cpu.py"),
-    "machines": Part(
-        "several machines, Slurm, Kubernetes, a mirror of the checkpoints",
-        "src/distributed/machines.py src/*/mirror.py launchers docs/machines.md accelerate_configs/multi_node_*.yaml",
-    ),
-    "plan": Part(
-        "python -m plan: will it fit, how long will it take, what will it cost?",
-        "plan/*.py plan/*.c plan/*.yaml plan/README.md", '"plan"',
-    ),
-    "report": Part(
-        "report.html, a page about each run", "src/tracking/report.* src/tracking/plots.* docs/report.md",
-        "matplotlib report",
-    ),
-    "streaming": Part(
-        "text that is read while training, for more than fits on a disk", "src/tasks/streaming docs/streaming.md"
-    ),
-    "text": Part("language models and text classifiers", needs="causal_lm text_classification"),
-    "tools": Part(
-        "evaluate, generate and checkpoints, in src/tools",
-        "src/tools src/tracking/next_step.py src/checkpoint/load.py docs/tools.md docs/generate.md",
-    ),
-    "trackers": Part(
-        "trackio and TensorBoard", "src/tracking/accelerate_trackers.py docs/trackers.md", '"trackio" "tensorboard"',
-        needs="trackers_setting",
-    ),
-    "wandb": Part(
-        "Weights & Biases", "src/tracking/wandb.py src/config/wandb.py docs/wandb.md", '"wandb" wandb',
-        needs="trackers_setting",
-    ),
-    "trackers_setting": Part(files="src/config/trackers.py"),
-    "only here": Part(files="src/tools/plan.py"),
-    "transformers": Part(
-        files="src/tasks/text plan/four_bits.py tests/tasks/encoder.py docs/transformers.md docs/after-training.md",
-        lines="text nf4 -e~.[text] -e~.[nf4]",
-    ),
-    "causal_lm": Part(
-        files="src/tools/generate.py docs/generate.md docs/language-models.md accelerate_configs/fsdp_cp.yaml",
-        needs="transformers",
-    ),
-    "text_classification": Part(files="docs/classification.md", needs="transformers"),
-    "dpo": Part(needs="causal_lm"),
-    "token_classification": Part(needs="transformers"),
-}  # fmt: skip
+PARTS: dict[str, dict[str, str]] = tomllib.loads((HERE / "scripts/new/parts.toml").read_text(encoding="utf-8"))
+"""What a project may do without."""
 ALWAYS = (
     ".devcontainer .dockerignore .github/dependabot.yml .github/workflows/test.yml .gitignore .pre-commit-config.yaml"
     " Dockerfile LICENSE Makefile pyproject.toml requirements*.txt train.py accelerate_configs src"
@@ -136,22 +83,25 @@ class Plan(NamedTuple):
 
     @property
     def kept(self) -> set[str]:
-        """Return the task and the parts that the project has. Streaming is of language models."""
-        kept = with_needs({self.task, *offered(self.task)} - {*names_in(self.without, offered(self.task))})
-        return kept if "causal_lm" in kept else kept - {"streaming"}
+        """Return the task and the parts that the project has."""
+        wanted = {*offered(self.task)} - {*names_in(self.without, offered(self.task))}
+        kept = with_needs({self.task, *(part for part in wanted if not PARTS[part].get("within"))})
+        return with_needs(kept | {part for part in wanted if PARTS[part].get("within") in kept})
 
 
 def with_needs(names: set[str]) -> set[str]:
     """Return these parts, and all that they need."""
-    needs = {need for name in names & PARTS.keys() for need in PARTS[name].needs.split()}
+    needs = {need for name in names & PARTS.keys() for need in PARTS[name].get("needs", "").split()}
     return names if needs <= names else with_needs(names | needs)
 
 
 def offered(task: str) -> list[str]:
-    """Return the parts that a project with this task can do without. Streaming is of language models."""
+    """Return the parts that a project with this task can do without, and that have to do with it."""
     needs = with_needs({task})
-    hidden = {"text"} if "causal_lm" in needs else {"text", "streaming"} if "transformers" in needs else set()
-    return [name for name, part in PARTS.items() if part.about and name not in hidden]
+    choices = [name for name, part in PARTS.items() if part.get("about") and name not in needs]
+    if "transformers" not in needs:
+        return choices
+    return [name for name in choices if name != "text" and PARTS[name].get("within", task) in needs]
 
 
 def names_in(answer: str, choices: list[str]) -> list[str]:
@@ -206,10 +156,12 @@ def task_mistakes(task: str) -> Iterator[str]:
 
 
 def part_mistakes(answer: str, task: str) -> Iterator[str]:
-    choices = offered(task)
-    for part in names_in(answer, [*choices]):
-        if part not in (*choices, "streaming"):
-            yield f"{part}: the task {task} needs it" if part == "text" else unknown(part, choices)
+    choices, all_parts = offered(task), offered(next(iter(TASKS)))
+    for part in names_in(answer, choices):
+        if part in {"text", *with_needs({task})} - {*choices}:
+            yield f"{part}: the task {task} needs it"
+        elif part not in all_parts:  # one that has nothing to do with the task is not there anyway
+            yield unknown(part, choices)
 
 
 def unknown(word: str, known: list[str]) -> str:
@@ -224,7 +176,10 @@ def completed(given: Plan) -> Plan:
     name = given.name or ask("Name", "my-project", name_mistakes)
     dest = given.dest or ask("Folder", f"../{name}", folder_mistakes)
     task = given.task or ask_for("What does it train?", "Task, by number or name", {t: page(t)[0] for t in TASKS}, "")
-    parts, question = {part: PARTS[part].about for part in offered(task)}, "Leave out, by number or name, all or none"
+    parts, question = (
+        {part: PARTS[part]["about"] for part in offered(task)},
+        "Leave out, by number or name, all or none",
+    )
     return Plan(name, dest, task, given.without or ask_for("What can it do without?", question, parts, task))
 
 
@@ -288,10 +243,11 @@ def write(file: Path, text: str) -> None:
 
 def copy_parts(project: Path, plan: Plan, files: set[str]) -> None:
     """Copy what each project has, without what is of other tasks and of the parts that it leaves out."""
-    own = {task: Part(files=f"{module_file(MAP[task])} {module_file(path)}") for task, path in TASKS.items()}
+    parts = [(name, part.get("files", "")) for name, part in PARTS.items()]
+    parts += [(task, f"{module_file(MAP[task])} {module_file(path)}") for task, path in TASKS.items()]
     kept, gone = set[str](), set[str]()
-    for name, part in [*PARTS.items(), *own.items()]:
-        (kept if name in plan.kept else gone).update(matching(files, part.files))
+    for name, patterns in parts:
+        (kept if name in plan.kept else gone).update(matching(files, patterns))
     for file in (matching(files, ALWAYS) | kept) - gone:
         copy(project, file, to=moved(file, plan.task))
 
@@ -378,7 +334,7 @@ def drop_lines(project: Path, plan: Plan) -> None:
         names = {name for line in gone for name in re.findall(r"\w+", line.partition(" import ")[2])}
         kept = [line for line in lines if line not in gone and re.sub(r'^ *("\w+": )?|,?\n$', "", line) not in names]
         write(file, "".join(kept))
-    words = [ONLY_HERE, *(part.lines for name, part in PARTS.items() if name not in plan.kept)]
+    words = [ONLY_HERE, *(part.get("lines", "") for name, part in PARTS.items() if name not in plan.kept)]
     words += [] if (project / "examples").exists() else ['"examples"']
     starts = tuple(word.replace("~", " ") for word in " ".join(words).split())
     for file in [file for name in LISTS.split() for file in project.glob(name)]:

@@ -65,15 +65,15 @@ def of_the_first_parts(gather: Hook, run: Any, outputs: Tensor, examples: int) -
     return gather(run, outputs * (run.rank % 2 == 0), examples)
 
 
-LM = "src.tasks.text.causal_lm."
+LM, CUT = "src.tasks.text.causal_lm.", "src.tasks.text.context_parallel.shard_batch"
 SAMPLER, ATTENTION = "src.training.batches.ShardedBatchSampler", "src.tasks.text.context_parallel.ulysses_attention"
 FOUND = (
     ("quick", "each part counts all targets", "Steps", "gradients", LM + "CausalLM.count", with_all_targets),
-    ("quick", "positions restart in each part", "Steps", "gradients", LM + "shard_batch", with_positions_from_zero),
-    ("quick", "labels are shifted after the cut", "Steps", "gradients", LM + "shard_batch", without_the_last_labels),
-    ("quick", "a part is another process's", "Steps", "gradients", LM + "shard_batch", of_the_other_rank),
+    ("quick", "positions restart in each part", "Steps", "gradients", CUT, with_positions_from_zero),
+    ("quick", "labels are shifted after the cut", "Steps", "gradients", CUT, without_the_last_labels),
+    ("quick", "a part is another process's", "Steps", "gradients", CUT, of_the_other_rank),
     ("quick", "each part counts an example", "Evaluation", "eval/examples", "train.metrics_of", counted_by_each),
-    ("slow", "all have the first part", "Steps", "gradients", LM + "shard_batch", of_the_first_rank),
+    ("slow", "all have the first part", "Steps", "gradients", CUT, of_the_first_rank),
     ("slow", "a part sees itself alone", "Steps", "gradients", ATTENTION, of_parts_alone),
     ("slow", "examples are dealt by process", "Data", "epoch 1", SAMPLER, dealt_by_process),
     (
@@ -87,6 +87,6 @@ FOUND = (
 )
 FAULTS = [
     # without a fault all is well, also where each process draws its part of the dropout
-    Fault("none", "quick", "", "", LM + "shard_batch", as_it_is, ("--task.dropout=0.1",)),
+    Fault("none", "quick", "", "", CUT, as_it_is, ("--task.dropout=0.1",)),
     *(Fault(name, part, fails, "", where, hook, measured=what) for part, name, fails, what, where, hook in FOUND),
 ]

@@ -27,13 +27,13 @@ OURS = re.compile(
     "|[Tt]utorial|CITATION|CONTRIBUTING|SECURITY|pull request|badge|(?<![/.])benchmarks?[/.]|gpu_proof|docs/learn"
 )
 """What is about this project."""
-OPTIONAL = {"wandb": "wandb.", "check": "check", "machines": "checkpoint.mirror", "trackers_setting": "trackers"}
+OPTIONAL = {"wandb": "wandb.", "check": "check", "machines": "checkpoint.mirror", "tracking": "trackers"}
 """Parts with settings, and how the settings' names begin."""
 COPIES = [
     ("blank", "all"), ("mnist", "none"), ("causal_lm", "all"),
     *(slow((task, "all")) for task in TASKS if task not in ("blank", "causal_lm")),
     *(slow((task, "none")) for task in TASKS if task != "mnist"),
-    *(slow(("causal_lm" if part == "streaming" else "mnist", part)) for part in PARTS if PARTS[part].about),
+    *(slow((part.get("within", "mnist"), name)) for name, part in PARTS.items() if "about" in part),
 ]  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_a_copys_pages_name_only_its_settings(copied: tuple[Path, str, str]) -> 
     project, *_ = copied
     tasks = re.findall(r'^    "(\w+)": "', (project / "src/tasks/__init__.py").read_text(), re.M)
     known = {name for task in tasks for name, *_ in setting_fields(Config[resolve_name(MAP[task])])}  # type: ignore[misc]
-    gone = tuple(start for part, start in OPTIONAL.items() if not all(map(project.glob, PARTS[part].files.split())))
+    gone = tuple(start for part, start in OPTIONAL.items() if not all(map(project.glob, PARTS[part]["files"].split())))
     for page in [*project.glob("docs/*.md"), project / "README.md"]:
         text = page.read_text()
         named = {name.rstrip(".") for name in re.findall(r"(?<![\w.])task\.[a-z_.]+", text)}
