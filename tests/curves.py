@@ -8,19 +8,6 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-ONE_ULP = """
-import torch, src.training.run
-build = src.training.run.new_model
-def nudged(*arguments):
-    model, *facts = build(*arguments)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + torch.finfo(torch.float32).eps)
-    return model, *facts
-src.training.run.new_model = nudged
-"""
-"""Makes each weight at the start one or two units in its last place larger: see the fixture `rounding`."""
-
 
 def no_data(_: Path) -> None:
     """Of a task that needs none."""
