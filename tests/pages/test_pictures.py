@@ -19,14 +19,12 @@ say("<" * 81)
 """
 
 
-def test_a_terminal_is_drawn_as_it_is_in_the_end(tmp_path: Path) -> None:
-    """Tried without the move to the line above: the inner bar stays; without escape: not XML."""
+def test_a_picture_shows_the_terminal_as_it_is_in_the_end(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     output = in_terminal(f"PYTHONPATH={Path.cwd()} {sys.executable} program.py", tmp_path)
-    assert "inner" in output
     lines = screen(output)
-    assert lines[:2] == ["a line"] * 2
+    assert "inner" in output
+    assert (lines[:2], lines[3:]) == (["a line"] * 2, ["<" * COLUMNS, "<"])
     assert lines[2].startswith("100% ██████████ 2/2  eta 00:00")
-    assert lines[3:] == ["<" * COLUMNS, "<"]
-    texts = [text.text for text in ElementTree.fromstring(drawn(lines)).iter("{http://www.w3.org/2000/svg}text")]
-    assert texts == lines
+    texts = ElementTree.fromstring(drawn(lines)).iter("{http://www.w3.org/2000/svg}text")
+    assert [text.text for text in texts] == lines
