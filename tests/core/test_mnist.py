@@ -59,7 +59,9 @@ def test_damaged_files_of_mnist_are_refused_in_one_line(tmp_path: Path) -> None:
     for number, name in enumerate(IDX_FILES):
         for damaged in (contents[number][:-1], b"<html>", contents[number ^ 1]):
             (folder / name).write_bytes(damaged)
-            with pytest.raises(UserError, match=f"^MNIST could be neither read from {folder} nor downloaded .*--task.source=digits"):
+            with pytest.raises(
+                UserError, match=f"^MNIST could be neither read from {folder} nor downloaded .*--task.source=digits"
+            ):
                 mnist(str(tmp_path))
         (folder / name).write_bytes(contents[number])
 
