@@ -67,11 +67,8 @@ WANDB = (PROJECT / "src/tracking/wandb.py").exists()
 QUIET = ("--wandb.mode=disabled",) if WANDB else ()
 
 WRITES_TO = (
-    "\nimport os, sys\n"
-    "os.dup2({}, 1)\n"
-    "os.dup2(1, 2)\n"
-    "sys.stdout = sys.__stdout__ = open(1, 'w')\n"
-    "sys.stderr = sys.__stderr__ = open(2, 'w')\n"
+    "\nimport os, sys; os.dup2({}, 1); os.dup2(1, 2)\n"
+    "sys.stdout = sys.__stdout__ = open(1, 'w'); sys.stderr = sys.__stderr__ = open(2, 'w')\n"
 )
 """Python code for `before` that makes this descriptor the output of its process, as if that had begun with it."""
 
@@ -126,17 +123,19 @@ Rounding = Callable[..., float]
 """Types of the fixtures of these names."""
 
 
+@dataclass
 class Tool:
     """Call a command, `name`, in this process, which has imported what it needs."""
 
-    def __init__(self, name: str, main: Callable[[list[str]], int | None], capsys: pytest.CaptureFixture[str]) -> None:
-        self._name, self._main, self._capsys = name, main, capsys
+    name: str
+    main: Callable[[list[str]], int | None]
+    capsys: pytest.CaptureFixture[str]
 
     def __call__(self, *arguments: str | Path) -> Run:
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended, exit_codes(self._name):
-            sys.exit(self._main([*map(str, arguments)]))
-        code, (stdout, stderr) = ended.value.code, self._capsys.readouterr()
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as ended, exit_codes(self.name):
+            sys.exit(self.main([*map(str, arguments)]))
+        code, (stdout, stderr) = ended.value.code, self.capsys.readouterr()
         if isinstance(code, str):  # as the interpreter does
             code, stderr = 1, f"{stderr}{code}\n"
         return Run(code or 0, stdout, stderr, Path())
@@ -217,9 +216,7 @@ class Request:
     project: str
     cwd: str
     environment: dict[str, str]
-    stdout: str  # a file to append to
-    stderr: str
-    result: str  # a file for the exit code of the process that failed first
+    files: str  # a folder for its output, `out` and `err`, and the exit code of the process that failed first, `code`
     seconds: float  # after which it is killed
 
 
@@ -234,11 +231,9 @@ class WarmRanks:
         """Return the id of the process that stands in for the launcher."""
         if self._server is None:
             command = [sys.executable, "-m", "tests.launching"]
-            env = clean_environment(**self._environment)
-            self._server = subprocess.Popen(
-                command, cwd=PROJECT, env=env, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True,
-            )  # fmt: skip
+            how: dict[str, Any] = {"cwd": PROJECT, "env": clean_environment(**self._environment)}
+            how |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._server = subprocess.Popen(command, start_new_session=True, **how)
             assert self._server.stdout
             assert self._server.stdout.readline() == "ready\n"
         assert self._server.stdin
@@ -297,21 +292,17 @@ class Started:
         self._real = real
         self._files = tempfile.TemporaryDirectory()
         self._stdout, self._stderr, self._code = (Path(self._files.name, name) for name in ("out", "err", "code"))
-        if real:
-            command = [*within, str(BIN / "accelerate"), "launch", *words]
-            with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+        with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
+            if real:
+                command = [*within, str(BIN / "accelerate"), "launch", *words]
+                how: dict[str, Any] = {"start_new_session": True, "preexec_fn": hear_signals}
                 self._launcher: psutil.Process = psutil.Popen(
-                    command, stdout=stdout, stderr=stderr, cwd=cwd, env=environment, start_new_session=True,
-                    preexec_fn=hear_signals,
-                )  # fmt: skip
-        else:
-            self._stdout.touch()
-            self._stderr.touch()
-            request = Request(
-                words=[*map(str, words)], before=before, project=str(project), cwd=str(cwd), environment=environment,
-                stdout=str(self._stdout), stderr=str(self._stderr), result=str(self._code), seconds=SECONDS,
-            )  # fmt: skip
-            self._launcher = psutil.Process(ranks.start(request))
+                    command, stdout=stdout, stderr=stderr, cwd=cwd, env=environment, **how
+                )
+            else:
+                words = [*map(str, words)]
+                request = Request(words, before, str(project), str(cwd), environment, self._files.name, SECONDS)
+                self._launcher = psutil.Process(ranks.start(request))
 
     @property
     def family(self) -> list[psutil.Process]:
@@ -359,18 +350,13 @@ class Started:
 
     def wait_for_handlers(self, number: signal.Signals, processes: int = 1) -> list[psutil.Process]:
         """Wait until so many processes train, each with a handler of its own for this signal. Return them."""
-        found: list[psutil.Process] = []
 
         def catches(process: psutil.Process) -> bool:
             caught = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{process.pid}/status").read_text())
             return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
-        def is_ready() -> bool:
-            found[:] = self.trainers
-            return len(found) == processes and all(map(catches, found))
-
-        self.wait_until(is_ready)
-        return found
+        self.wait_until(lambda: len(self.trainers) == processes and all(map(catches, self.trainers)))
+        return self.trainers
 
     def send(self, number: signal.Signals, to: psutil.Process | None = None) -> "Started":
         os.kill((to or self._launcher).pid, number)
@@ -392,11 +378,11 @@ class Started:
 
     def ended(self, seconds: float = 60) -> Run:
         """Wait until the launcher and every process that it had started have ended. stdout has both streams."""
-        wait(
-            lambda: self.exit_code is not None and not self.family,
-            seconds,
-            lambda: f"left running: {self.family}\n{self.output}",
-        )
+
+        def left() -> str:
+            return f"left running: {self.family}\n{self.output}"
+
+        wait(lambda: self.exit_code is not None and not self.family, seconds, left)
         return replace(self.result(), stdout=self.output)
 
     def __enter__(self) -> "Started":
@@ -463,8 +449,9 @@ def serve() -> tuple[str, str]:
 def launch_ranks(request: Request) -> tuple[str, str]:
     """Stand in for the launcher: fork the ranks, wait for them and end this process. Return in a rank only."""
     os.setsid()  # by which all that the run leaves behind can be found
-    for descriptor, name in enumerate((os.devnull, request.stdout, request.stderr)):
-        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    out, err, result = (Path(request.files, name) for name in ("out", "err", "code"))
+    for descriptor, path in enumerate((os.devnull, out, err)):
+        file = os.open(path, os.O_RDWR | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
     os.chdir(request.cwd)
@@ -485,9 +472,8 @@ def launch_ranks(request: Request) -> tuple[str, str]:
         code = wait_for_ranks(pids, request.seconds)
     except BaseException:
         traceback.print_exc()
-    partial = Path(f"{request.result}.partial")
-    partial.write_text(str(code))
-    partial.rename(request.result)
+    (partial := result.with_suffix(".partial")).write_text(str(code))
+    partial.rename(result)
     os._exit(0)
 
 

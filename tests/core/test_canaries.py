@@ -12,16 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.launching import QUIET, Run, launched, run_command
 
-ALONE = """
-import os
-from accelerate import Accelerator
-accelerator = Accelerator()
-os.write(1, f"{accelerator.distributed_type} {accelerator.num_processes}\\n".encode())  # in one piece
-"""
-VERSION = """
-import os, torch
-os.write(1, f"{os.environ['FSDP_VERSION']}\\n".encode())
-"""
+SAY = "import os, torch; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"
+ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
 
 
 def run_script(folder: Path, code: str, config: str | Path = "cpu") -> Run:
@@ -35,15 +27,14 @@ def run_script(folder: Path, code: str, config: str | Path = "cpu") -> Run:
         # src/distributed/accelerator.py: why it builds with cpu=True and counts the processes
         (ALONE, "DistributedType.NO 1", {"use_cpu": True, "fsdp_config": {"fsdp_version": 2}}),
         # src/distributed/launcher.py: why it reads the yaml again
-        (VERSION, "1", {"fsdp_config": {"fsdp_vresion": 2}}),
+        ("say(os.environ['FSDP_VERSION'])", "1", {"fsdp_config": {"fsdp_vresion": 2}}),
     ],
     ids=["use_cpu trains alone", "a misspelt key is ignored"],
 )
 def test_accelerate_drops_parts_of_a_yaml(tmp_path: Path, code: str, says: str, config: dict[str, object]) -> None:
-    (file := tmp_path / "config.yaml").write_text(
-        yaml.safe_dump({"num_processes": 2, "mixed_precision": "no", "distributed_type": "FSDP", **config})
-    )
-    assert run_script(tmp_path, code, file).stdout.splitlines() == [says, says]
+    common = {"num_processes": 2, "mixed_precision": "no", "distributed_type": "FSDP"}
+    (file := tmp_path / "config.yaml").write_text(yaml.safe_dump(common | config))
+    assert run_script(tmp_path, SAY + code, file).stdout.splitlines() == [says, says]
 
 
 def test_fsdps_own_precision_policy_is_kept() -> None:

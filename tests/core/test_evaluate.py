@@ -1,4 +1,4 @@
-"""python -m src.tools.evaluate has the metrics of training; python -m src.tools.checkpoints lists, verifies, exports."""
+"""src.tools.evaluate has the metrics of training; src.tools.checkpoints lists, verifies and exports."""
 
 import json
 import re

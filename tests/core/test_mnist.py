@@ -8,6 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision import datasets
 
 from src.config.errors import UserError
 from src.distributed.cpu import Dropout
@@ -46,8 +47,9 @@ def test_the_bundled_digits_are_scikit_learns() -> None:
     assert (train.images.shape, train.images.max()) == ((1438, 28, 28), 255)
 
 
-def test_damaged_files_of_mnist_are_refused_in_one_line(tmp_path: Path) -> None:
-    """Truncated, text or swapped. They would be downloaded again, which fails here."""
+def test_damaged_files_of_mnist_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Truncated, text or swapped, where they cannot be downloaded again."""
+    monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     (folder := tmp_path / "MNIST/raw").mkdir(parents=True)
     images = bytes([0, 0, 8, 3, 0, 0, 0, 5, 0, 0, 0, 28, 0, 0, 0, 28]) + bytes(5 * 28 * 28)
     contents = [images, bytes([0, 0, 8, 1, 0, 0, 0, 5, *range(5)])] * 2

@@ -95,14 +95,10 @@ def test_recorded_values_are_only_text_and_the_page_is_self_contained(tmp_path: 
     assert page(folder) == html
 
 
-NAN = evaluation(1, float("nan"))
-
-
-@pytest.mark.parametrize(
-    "records", [[], [training(1)], [training(1, **{"train/loss": None})], [NAN], [NAN | {"eval/loss": None}]]
-)
-def test_a_run_with_hardly_anything_is_reported(tmp_path: Path, records: list[dict[str, Any]]) -> None:
-    assert ">mnist</td>" in page(run_folder(tmp_path / "run", records))
+def test_a_run_with_hardly_anything_is_reported(tmp_path: Path) -> None:
+    lossless, nan = training(1) | {"train/loss": None}, evaluation(1, float("nan"))
+    for i, records in enumerate(([], [training(1)], [lossless], [nan], [nan | {"eval/loss": None}])):
+        assert ">mnist</td>" in page(run_folder(tmp_path / f"{i}", records))
 
 
 def test_values_are_shown_in_peoples_units(tmp_path: Path) -> None:
@@ -119,8 +115,8 @@ def test_values_are_shown_in_peoples_units(tmp_path: Path) -> None:
 
 def test_a_run_records_its_start_and_its_commit(whole: Whole) -> None:
     run = whole("cpu", *SHORT)
-    began, wrote = datetime.fromisoformat(run.summary["date"]), (run.folder / "summary.json").stat().st_mtime
-    assert wrote - 600 < began.timestamp() < wrote
+    wrote = (run.folder / "summary.json").stat().st_mtime
+    assert wrote - 600 < datetime.fromisoformat(run.summary["date"]).timestamp() < wrote
     command = ["git", "describe", "--always", "--exclude=*"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True)
     assert (run.summary["commit"] or "").removesuffix("-dirty") == done.stdout.strip()
@@ -131,8 +127,10 @@ def test_a_run_records_its_start_and_its_commit(whole: Whole) -> None:
 
 def test_each_cell_with_a_picture_shows_it(tmp_path: Path) -> None:
     """In any column and row, beside text."""
-    masks = [{"file": "a", "image": PIXEL, "truth": PIXEL, "prediction": None, "iou": 0.5}]
-    masks.append({"file": "b", "image": PIXEL, "truth": PIXEL, "prediction": PIXEL, "iou": 0.25})
+    masks = [
+        {"image": PIXEL, "truth": PIXEL, "prediction": None},
+        {"image": PIXEL, "truth": PIXEL, "prediction": PIXEL},
+    ]
     tables = {"masks": masks, "text": [{"prompt": f"what is {PIXEL}?", "image": PIXEL}]}
     html = page(run_folder(tmp_path / "run", [evaluation(1, 0.5, **tables)]))
     names = [re.findall(rf'<img src="{re.escape(PIXEL)}" alt="(\w+)">', part) for part in html.split("<section>")[1:]]
@@ -156,13 +154,11 @@ def test_axes_have_whole_steps_and_units() -> None:
     ticks = drawn("peak_memory_bytes", [1.1e9, 1.2e9, 1.3e9])
     assert [tick for tick in ticks if tick[0].isdigit()][:3] == ["1", "2", "3"]
     assert {"1.2 GB", "1.3 GB"} < {*ticks}
-    assert "20 ms" in drawn("data_seconds", [0.01, 0.02, 0.03])
     assert "0.983220" in drawn("accuracy", [0.98321, 0.98322, 0.98323])  # and not +9.832e-1
 
 
 def test_curves_that_hide_each_other_are_named() -> None:
-    losses, other = [2.0, 1.0, 0.5], [2.0, 1.5, 0.5]
-    found = drawn("loss", losses, [loss + 2e-4 for loss in losses], other)
+    found = drawn("loss", [2.0, 1.0, 0.5], [2.0002, 1.0002, 0.5002], [2.0, 1.5, 0.5])
     assert [text for text in found if "and" in text] == ["a and b: largest difference 2e\N{MINUS SIGN}4"]
 
 

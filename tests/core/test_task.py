@@ -1,6 +1,5 @@
 """A task is frozen settings; what a run finds out about its data is a state of its own."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import nn
 
 from src.tasks.base import ContextParallel, Task, TaskState
 from src.training.run import build_data
-from tests.launching import PROJECT
 from train import run_settings
 
 
@@ -44,19 +42,16 @@ class Words(Task):
         raise NotImplementedError
 
 
-def groups(settings: BaseModel) -> Iterator[BaseModel]:
-    yield settings
-    for name in type(settings).model_fields:
-        if isinstance(value := getattr(settings, name), BaseModel):
-            yield from groups(value)
-
-
-@pytest.mark.parametrize("arguments", [(), ("--task.name=image_classification", f"--task.data_dir={PROJECT}")])
-def test_nothing_can_write_into_validated_settings(arguments: tuple[str, ...]) -> None:
-    for group in groups(run_settings([*arguments])):
+def test_nothing_can_write_into_validated_settings() -> None:
+    """In any group."""
+    groups: list[BaseModel] = [run_settings([])]
+    for group in groups:
         for field in type(group).model_fields:
+            value = getattr(group, field)
+            groups += [value] if isinstance(value, BaseModel) else []
             with pytest.raises(ValidationError, match="frozen"):
-                setattr(group, field, getattr(group, field))
+                setattr(group, field, value)
+    assert len(groups) > 4
 
 
 def test_runs_with_the_same_settings_share_no_state() -> None:

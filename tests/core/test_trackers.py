@@ -72,9 +72,7 @@ def test_a_tracker_that_hangs_or_raises_is_abandoned(
 def test_a_tracker_that_falls_behind_is_abandoned(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     """Once as many entries wait as the queue holds; no step waits for it."""
     monkeypatch.setattr(parts, "MAX_WAITING", 3)
-    tracker, began = Mock(spec=Part, title="X"), time.monotonic()
-    tracker.log.side_effect = hang
-    guarded = Guarded(tracker)
+    guarded, began = Guarded(Mock(spec=Part, title="X", **{"log.side_effect": hang})), time.monotonic()
     guarded.start()
     for _ in range(10):
         guarded.log({"step": 1}, {})
@@ -200,8 +198,8 @@ def test_wandb_has_the_pictures_of_each_evaluation_as_media(recorded: Run, sessi
         assert item["eval/mistakes/image.captions"] == captions
 
 
-def test_wandb_refers_to_the_model_and_the_checkpoints(recorded: Run, sessions: Sessions) -> None:
-    """Nothing of them is copied."""
+def test_wandb_has_model_checkpoints_and_code_as_artifacts(recorded: Run, sessions: Sessions) -> None:
+    """The first two are references: nothing of them is copied. The task's code is as it was at the start."""
     expected = {f"checkpoints/step_{step:08}": {"latest", f"step-{step}"} for step in checkpoints(recorded.folder)}
     expected["model"] = {"latest"}
     found = artifacts(sessions[-1], "checkpoint", "model")
@@ -211,9 +209,6 @@ def test_wandb_refers_to_the_model_and_the_checkpoints(recorded: Run, sessions: 
         assert {entry["ref"]: int(entry["size"]) for entry in artifact["manifest"]["contents"]} == files
     kept = recorded.folder.parent.glob("**/wandb/**/*")
     assert max(path.stat().st_size for path in kept if path.is_file()) < 1_000_000  # of a model of 5 MB
-
-
-def test_wandb_has_the_code_of_the_task_and_the_settings(sessions: Sessions) -> None:
     (code,) = artifacts(sessions[-1], "code")
     texts = {file["path"]: Path(file["local_path"]).read_text() for file in code["manifest"]["contents"]}
     assert texts.keys() == {"mnist.py", "config.yaml"}
@@ -230,28 +225,19 @@ def test_all_sessions_of_a_run_are_uploaded(recorded: Run) -> None:
     assert "Would sync 2 run(s)" in shown.stdout + shown.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("PROJECT", "a/b"), ("TAGS", f"a,{'x' * 65}"), ("API_KEY", f"{'x' * 40}\n"), ("RUN_ID", "a/b")],
-)
-def test_a_variable_that_wandb_would_refuse_is_refused_first(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    """By the rules of wandb.Settings: else the run would be trained, and its log lost. Keys are secret."""
-    monkeypatch.setenv(f"WANDB_{name}", value)
-    (line,) = mistakes("--task.source=digits")
-    assert line.startswith(f"WANDB_{name} is set in the environment, but must be ")
-    assert value not in line
-    assert run_settings(["--task.source=digits", "--wandb.mode=disabled"])
-    with pytest.raises(Exception, match="(?i)project|tag|key|run id|run_id"):
-        import_module("wandb").Settings().update_from_env_vars({f"WANDB_{name}": value})
-
-
-def test_a_setting_that_wandb_would_refuse_is_refused_first() -> None:
+def test_what_wandb_would_refuse_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings and variables: else the run would be trained, and its log lost. Keys are secret."""
     assert mistakes("--task.source=digits", "--wandb.project=a/b", f"--wandb.tags=[{'x' * 65}]") == [
         "--wandb.project=a/b: String should match pattern '^[^/\\\\#?%:]{1,128}$'",
         f"--wandb.tags=[{'x' * 65}]: String should have at most 64 characters",
     ]
+    for name, value in {"PROJECT": "a/b", "TAGS": f"a,{'x' * 65}", "API_KEY": f"{'x' * 40}\n", "RUN_ID": "a/b"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(f"WANDB_{name}", value)
+            (line,) = mistakes("--task.source=digits")
+            assert line.startswith(f"WANDB_{name} is set in the environment, but must be ")
+            assert value not in line
+            assert run_settings(["--task.source=digits", "--wandb.mode=disabled"])
 
 
 def test_wandbs_variables_apply_and_empty_ones_are_unset(launch: Launch) -> None:
@@ -270,21 +256,15 @@ def test_wandbs_variables_apply_and_empty_ones_are_unset(launch: Launch) -> None
 
 def test_a_full_disk_under_wandbs_own_log_is_silent(launch: Launch) -> None:
     """Not 30 lines on standard error for each of its records."""
-    full = dedent("""
-        import errno, logging
-        class Full:
-            def write(self, _):
-                raise OSError(errno.ENOSPC, "No space left on device")
-        logging.getLogger("wandb").addHandler(logging.StreamHandler(Full()))
-        logging.getLogger("wandb").setLevel("DEBUG")
-    """)
-    run = launch("cpu", "--max_steps=1", wandb="offline", before=full).succeeded()
+    full = "import logging; logging.getLogger('wandb').addHandler(logging.StreamHandler(open('/dev/full', 'w')))"
+    debug = "logging.getLogger('wandb').setLevel('DEBUG')"
+    run = launch("cpu", "--max_steps=1", wandb="offline", before=f"{full}; {debug}").succeeded()
     assert run.stderr == ""
 
 
 @pytest.mark.parametrize("file", sorted((PROJECT / "sweeps").glob("*.yaml")), ids=lambda file: file.name)
 def test_wandbs_agent_starts_the_runs_of_a_sweep(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With valid settings, and a metric that the task has. Values are numbers: W&B reads 1e-4 as text."""
+    """With valid settings, and a metric that the task has."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(PROJECT / "configs")
     (tmp_path / "data/tinyshakespeare").mkdir(parents=True)
@@ -294,7 +274,7 @@ def test_wandbs_agent_starts_the_runs_of_a_sweep(file: Path, tmp_path: Path, mon
     assert sweep.keys() - {"early_terminate"} == {"program", "name", "method", "metric", "parameters", "command"}
     for parameter in parameters.values():
         assert {*parameter} in ({"values"}, {"min", "max"}, {"min", "max", "distribution"})
-        assert parameter.get("min", 0) < parameter.get("max", 1)
+        assert parameter.get("min", 0) < parameter.get("max", 1)  # W&B reads 1e-4 as text
     drawn = {name: {"value": of["min"] if "min" in of else of["values"][0]} for name, of in parameters.items()}
     agent = import_module("wandb.sdk.launch.sweeps.utils")  # two seconds, which only this test needs
     words = agent.create_sweep_command_args({"args": drawn})
