@@ -1,11 +1,9 @@
 """A new task is one file and one line: a copy of the project gets one, and trains it under every strategy."""
 
-import json
 import re
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
@@ -155,33 +153,22 @@ def test_a_misspelt_metric_costs_no_step(launch: Launch, project: Path) -> None:
     assert [record["step"] for record in again.records if "eval/loss" in record] == [7, 14]
 
 
-def test_a_new_task_is_evaluated_outside_its_run(launch: Launch, sharded: Run, project: Path, tmp_path: Path) -> None:
-    (project / "evaluate_it.py").write_text("import sys\nfrom src.tools.evaluate import main\nmain(sys.argv[1:])\n")
-    words = (f"{sharded.folder}/checkpoints/step_00000014", f"--output={tmp_path}/table.parquet")
-    metrics = json.loads(launch("cpu", *words, project=project, script="evaluate_it.py").succeeded().stdout)
-    assert metrics == pytest.approx({name: sharded.summary[name] for name in metrics}, rel=1e-6)
-    assert pq.read_table(tmp_path / "table.parquet").to_pydict() == {"index": [*range(9)]}
-
-
-IMAGES = "batch['images'].unsqueeze(1)"
-IS_NO_SUM = f"Pixels.loss must return {MUST_RETURN['loss']}"
-NO_TARGETS = "the evaluation set has nothing to predict: Task.count finds no targets in it"
+MEAN = "loss = lambda _, model, batch: mse_loss(model(batch['images'].unsqueeze(1)), batch['images'])"
+NO_TARGETS = "count = lambda *_: {'targets': 0}"
 
 
 @pytest.mark.parametrize(
-    ("yaml", "method", "arguments", "says"),
+    ("method", "says"),
     [
-        ("ddp", f"loss = lambda s, model, batch: mse_loss(model({IMAGES}), batch['images'])", (), IS_NO_SUM),
-        ("cpu", "loss = lambda *_: 0.5", ("--check",), IS_NO_SUM),
-        ("ddp", "count = lambda *_: {'targets': 0}", (), NO_TARGETS),
+        (MEAN, f"Pixels.loss must return {MUST_RETURN['loss']}"),
+        (NO_TARGETS, "the evaluation set has nothing to predict: Task.count finds no targets in it"),
     ],
-    ids=["a mean", "no tensor", "no targets"],
+    ids=["a mean", "no targets"],
 )
-def test_a_wrong_return_value_is_refused_in_one_line(
-    launch: Launch, project: Path, yaml: str, method: str, arguments: tuple[str, ...], says: str
-) -> None:
+def test_a_wrong_return_value_is_refused_in_one_line(launch: Launch, project: Path, method: str, says: str) -> None:
+    """Other values: test_tables.py."""
     before = f"from torch.nn.functional import mse_loss\nfrom src.tasks.pixels import Pixels\nPixels.{method}"
-    run = launch(yaml, *ARGUMENTS, *arguments, project=project, before=before)
+    run = launch("ddp", *ARGUMENTS, project=project, before=before)
     assert (run.exit_code, run.messages) == (2, [f"train.py: {says}"])
     assert "Traceback" not in run.stderr
 

@@ -3,42 +3,16 @@
 import sys
 from pathlib import Path
 
-import pytest
 import torch
-import yaml
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.launching import QUIET, Run, launched, run_command
-
-SAY = "import os, torch; say = lambda *words: os.write(1, (' '.join(map(str, words)) + chr(10)).encode())\n"
-ALONE = "from accelerate import Accelerator; a = Accelerator(); say(a.distributed_type, a.num_processes)"
+from tests.launching import QUIET, run_command
 
 
-def run_script(folder: Path, code: str, config: str | Path = "cpu") -> Run:
-    (folder / "script.py").write_text(code)
-    return launched(config, folder=folder, script=str(folder / "script.py")).succeeded()
-
-
-@pytest.mark.parametrize(
-    ("code", "says", "config"),
-    [
-        # src/distributed/accelerator.py: why it builds with cpu=True and counts the processes
-        (ALONE, "DistributedType.NO 1", {"use_cpu": True, "fsdp_config": {"fsdp_version": 2}}),
-        # src/distributed/launcher.py: why it reads the yaml again
-        ("say(os.environ['FSDP_VERSION'])", "1", {"fsdp_config": {"fsdp_vresion": 2}}),
-    ],
-    ids=["use_cpu trains alone", "a misspelt key is ignored"],
-)
-def test_accelerate_drops_parts_of_a_yaml(tmp_path: Path, code: str, says: str, config: dict[str, object]) -> None:
-    common = {"num_processes": 2, "mixed_precision": "no", "distributed_type": "FSDP"}
-    (file := tmp_path / "config.yaml").write_text(yaml.safe_dump(common | config))
-    assert run_script(tmp_path, SAY + code, file).stdout.splitlines() == [says, says]
-
-
-def test_fsdps_own_precision_policy_is_kept() -> None:
-    """src/distributed/accelerator.py: without it, gradients are reduced in bf16."""
+def test_accelerate_keeps_our_precision_policy_of_fsdp() -> None:
+    """src/distributed/accelerator.py: with Accelerate's own, gradients are reduced in bf16."""
     ours = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     for policy, reduced in ((None, torch.bfloat16), (ours, torch.float32)):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -52,7 +26,7 @@ def test_a_failed_save_of_dcp_is_not_an_exception() -> None:
     assert not issubclass(CheckpointException, Exception)
 
 
-def test_torch_computes_with_subnormal_numbers(tmp_path: Path) -> None:
+def test_torch_computes_with_subnormal_numbers_unless_told_otherwise(tmp_path: Path) -> None:
     """src/distributed/accelerator.py: why all threads take them for zero."""
     count = "\nprint((torch.full((1_000_000,), 1e-38) / 100).count_nonzero().item())\n"
     code = f"""
@@ -61,7 +35,7 @@ from src.distributed.accelerator import build_accelerator
 from train import run_settings
 torch.set_num_threads(2){count}build_accelerator(run_settings([])){count}
 """
-    assert run_script(tmp_path, code).stdout == "1000000\n0\n"
+    assert run_command([sys.executable, "-c", code], tmp_path).succeeded().stdout == "1000000\n0\n"
 
 
 def test_nothing_heavy_is_imported_before_the_first_step(tmp_path: Path) -> None:
