@@ -69,9 +69,10 @@ class Pixels(Task):
 '''
 ARGUMENTS = (
     "--task.name=pixels", "--task.layers.width=3", "--task.title=it's \"quoted\"", "--task.folder=my data",
-    "--global_batch_size=4", "--epochs=2", "--log_every=1", "--optim.lr=1e-3",
+    "--global_batch_size=4", "--epochs=2", "--log_every=1", "--optim.name=sgd", "--optim.lr=1e-3",
 )  # fmt: skip
-"""Epochs of 7 steps: the last one has an example for one of two processes."""
+"""Epochs of 7 steps: the last one has an example for one of two processes. Unlike AdamW, SGD shows the gradients'
+scale."""
 WATCHED = """
 import os, src.training.batches, accelerate
 src.training.batches.cache_size = lambda _: 0  # batches as small as in training: the last one is a dummy on a process
