@@ -450,7 +450,7 @@ def launch_ranks(request: Request) -> tuple[str, str]:
     """Stand in for the launcher: fork the ranks, wait for them and end this process. Return in a rank only."""
     os.setsid()  # by which all that the run leaves behind can be found
     out, err, result = (Path(request.files, name) for name in ("out", "err", "code"))
-    for descriptor, path in enumerate((os.devnull, out, err)):
+    for descriptor, path in enumerate((Path(os.devnull), out, err)):
         file = os.open(path, os.O_RDWR | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
