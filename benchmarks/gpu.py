@@ -43,7 +43,7 @@ from benchmarks.runs import NEVER, PROJECT, Side, arguments, running, train_py, 
 from plan import null_gpu
 from src.config.errors import cause
 from src.tracking.performance import peak_flops
-from tests.warm_ranks import warm
+from tests.launching import warm
 
 INTERVAL, INTERVALS = 5, 4
 """Steps between two logged speeds of the Llama, and the number of these intervals; the first one is warm-up."""

@@ -1,6 +1,6 @@
 """Runs of train.py on one GPU that start within a second: they are forked from this process.
 
-It has imported what they need (`warm` of tests/warm_ranks.py), and must not touch the GPU: CUDA can't be used in a
+It has imported what they need (`warm` of tests/launching.py), and must not touch the GPU: CUDA can't be used in a
 process that was forked after that.
 """
 
@@ -26,7 +26,7 @@ from src import parts
 from src.tracking.report import Report
 from src.training.batches import MicroBatch
 from src.training.run import Run
-from tests.warm_ranks import end, launched
+from tests.launching import end, rank_environments
 
 HIDDEN = {name for name in ("bitsandbytes", "torchao") if find_spec(name)}
 """Libraries that touch the GPU when they are imported. What is imported here, transformers and peft among others, finds
@@ -86,7 +86,7 @@ def run_forked(
 
     def work() -> dict[str, Any]:
         words = launch(yaml, precision=precision or "")
-        _, _, (environment,) = launched([*words[words.index("accelerate.commands.launch") + 1 :], "train.py"])
+        _, _, (environment,) = rank_environments([*words[words.index("accelerate.commands.launch") + 1 :], "train.py"])
         os.environ |= environment
         found: dict[str, Any] = {}
         take_step = train.train_step

@@ -1,4 +1,4 @@
-"""What tests share: `launch` runs train.py, and what stands on it."""
+"""The fixtures of all tests: `launch` runs train.py (tests/launching.py says how), `whole` and `rounding` use it."""
 
 import hashlib
 import json
@@ -10,9 +10,20 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.curves import ONE_ULP
-from tests.faults.runs import SHORT, killed_and_resumed
 from tests.launching import WARM, Launch, Run, Whole, launched
+
+ONE_ULP = """
+import torch, src.training.run
+build = src.training.run.new_model
+def nudged(*arguments):
+    model, *facts = build(*arguments)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + torch.finfo(torch.float32).eps)
+    return model, *facts
+src.training.run.new_model = nudged
+"""
+"""Makes each weight at the start one or two units in its last place larger."""
 
 if "TESTS_USE_GPUS" not in os.environ:  # tests are the same on a machine that has one
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -30,18 +41,17 @@ def _warm_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """launch("fsdp", "--epochs=1", processes=2): train.py under accelerate_configs/fsdp.yaml.
+    """launch("fsdp", "--epochs=1", processes=2): run train.py under accelerate_configs/fsdp.yaml, on warm ranks.
 
-    Its processes are forked from one that has imported everything, with the environment that Accelerate's launcher
-    works out from the yaml, and believe that it is above them. `real=True` is for what tests the launcher itself: it
-    calls it as a user does. Further arguments:
-
+    Args:
         folder: of the run; a new one by default.
-        before: Python code that each process executes first, such as a fault.
+        real: use `accelerate launch` itself.
+        before: Python code that each process executes before train.py.
         launcher_arguments: such as "--mixed_precision=bf16".
         project: a copy of the project, with changes, to run in place of it.
         script: another one than train.py, in the project.
-        in capitals: environment variables.
+
+    Arguments in capitals are environment variables. tests/launching.py explains them all.
     """
 
     def launch(config: str | Path, *arguments: str, folder: Path | None = None, **more: Any) -> Run:
@@ -52,14 +62,14 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:  # room: template
-    """A folder that all of pytest's processes share, and no other pytest that one of them calls."""
+def shared(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder that all of pytest's processes share, but not a pytest that one of them calls."""
     base = tmp_path_factory.getbasetemp()
     return base if worker_id == "master" else base.parent
 
 
-def once(shared: Path, name: str, make: Callable[[Path], Run]) -> Run:  # room: template
-    """What `make` does in a folder, done by the first of pytest's processes that asks for it."""
+def once(shared: Path, name: str, make: Callable[[Path], Run]) -> Run:
+    """Return the run that `make` does in a folder; only the first of pytest's processes to ask for it does it."""
     folder, output = shared / name / "run", shared / f"{name}.json"
     with FileLock(shared / f"{name}.lock"):
         if not output.exists():
@@ -70,9 +80,9 @@ def once(shared: Path, name: str, make: Callable[[Path], Run]) -> Run:  # room: 
 
 
 @pytest.fixture(scope="session")
-def whole(launch: Launch, shared: Path) -> Callable[..., Run]:  # room: template
-    """whole("ddp", "--max_steps=30"): the run in one piece. Whoever asks for the same one, in whichever of pytest's
-    processes, gets the same folder, so leave it as it is. Further arguments are those of `launch`."""
+def whole(launch: Launch, shared: Path) -> Callable[..., Run]:
+    """whole("ddp", "--max_steps=30"): a run that is not interrupted. All tests that ask for the same one get the same
+    folder, so leave it as it is. Further arguments are those of `launch`."""
 
     def run(yaml: str, *arguments: str, **more: Any) -> Run:
         given = {name: value for name, value in sorted(more.items()) if value}
@@ -83,34 +93,20 @@ def whole(launch: Launch, shared: Path) -> Callable[..., Run]:  # room: template
 
 
 @pytest.fixture(scope="session")
-def rounding(whole: Whole) -> Callable[..., float]:  # room: template
-    """rounding("cpu", "--max_steps=30"): how far apart, relatively, two such runs may be that sum in different orders.
+def rounding(whole: Whole) -> Callable[..., float]:
+    """rounding("cpu", "--max_steps=30"): the relative difference allowed between two such runs that sum in different
+    orders.
 
-    What training makes of rounding, 1e-7, is measured: the largest change of `name` in this run, `whole`, when each
-    weight starts one ulp larger, times 10, as other changes make up to six times as much. Where nothing grows, 1e-5 is
-    what docs/promises.md promises. The arguments are those of `whole`.
+    It is measured: the largest change of `name` in this run when each weight starts one ulp larger, times 10, as other
+    changes make up to six times as much. At least 1e-5, which docs/promises.md promises. The arguments are those of
+    `whole`.
     """
 
     def bound(yaml: str, *arguments: str, name: str = "train/loss", **more: Any) -> float:
         runs = [whole(yaml, *arguments, before=before, **more) for before in ("", ONE_ULP)]
         curves = [[record[name] for record in run.records if name in record] for run in runs]
         drift = max(abs(nudged / number - 1) for number, nudged in zip(*curves, strict=True))
-        assert drift < 1e-3, "chaotic, so a comparison tells nothing: take fewer steps or a lower rate"
+        assert drift < 1e-3, "chaotic, so that a comparison shows nothing: take fewer steps or a lower rate"
         return max(1e-5, 10 * drift)
 
     return bound
-
-
-@pytest.fixture(scope="session")
-def recorded(launch: Launch, shared: Path) -> Run:  # room: template+wandb template+trackers
-    """A run that was killed and launched again, with all trackers. What they keep elsewhere is beside its folder."""
-    arguments, trackers = [*SHORT, "--checkpoint.keep_last=9"], list[str]()
-    arguments += ["--wandb.mode=offline", "--wandb.checkpoints=reference"]  # room: wandb
-    trackers += ["wandb"]  # room: wandb
-    trackers += ["trackio", "tensorboard"]  # room: trackers
-    arguments += [f"--trackers=[{','.join(trackers)}]"]
-    (home := shared / "recorded").mkdir(exist_ok=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(home))
-        patch.setenv("TRACKIO_DIR", str(home / "trackio"))
-        return once(shared, "recorded", lambda folder: killed_and_resumed(launch, "ddp", (*arguments,), folder))

@@ -1,4 +1,4 @@
-"""The tasks that the tables of test_parity.py and faults/test_resume.py train, and how such a table is read."""
+"""Short runs whose curves are compared, and the tables of them in core/test_parity.py and faults/test_resume.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,22 +8,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-ONE_ULP = """
-import torch, src.training.run
-build = src.training.run.new_model
-def nudged(*arguments):
-    model, *facts = build(*arguments)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + torch.finfo(torch.float32).eps)
-    return model, *facts
-src.training.run.new_model = nudged
-"""
-"""Makes each weight at the start one or two units in its last place larger: see the fixture `rounding`."""
-
 
 def no_data(_: Path) -> None:
-    """Of a task that needs none."""
+    """Write the data of a task that needs none."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +29,12 @@ class Short:
     """As that of `launch`, under a strategy."""
     launcher_arguments: tuple[str, ...] = ()
     within: float | None = 1e-5
-    """How far apart, relatively, two curves may be; None: as far as the fixture `rounding` says."""
+    """The relative difference allowed between two curves; None: that of the fixture `rounding`."""
     saved: int = 0
     """A step with a checkpoint before the last one."""
 
     def ready(self, shared: Path) -> "Short":
-        """With its data, in a folder that all of pytest's processes share. Leave them as they are."""
+        """Return it with its data, in a folder that all of pytest's processes share. Leave them as they are."""
         folder = shared / self.data.__name__
         written = Path(f"{folder}.written")
         with FileLock(f"{folder}.lock"):
@@ -66,11 +53,12 @@ class Short:
 
 
 def cells(*lines: str) -> list[Any]:
-    """The parameters (task, yaml, processes) of each cell that is no "-"; `make test` leaves out "slow" ones. Above are
-    strategies, "fsdp" or "fsdp-4"; before the cells are the names of tasks."""
-    columns, found = lines[0].split(), []
-    for line in lines[1:]:
-        words = line.split()
+    """Return the parameters (task, yaml, processes) of each cell but "-" in a table; "slow" ones are marked so. Its
+    columns are strategies, "fsdp" or "fsdp-4"; its rows begin with a task's name."""
+    header, *rows = "\n".join(lines).strip("\n").splitlines()
+    columns, found = header.split(), []
+    for row in rows:
+        words = row.split()
         name = " ".join(words[: -len(columns)])
         for column, cell in zip(columns, words[-len(columns) :], strict=True):
             yaml, _, processes = column.partition("-")

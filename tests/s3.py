@@ -10,6 +10,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 S3FileSystem: Any = fsspec.get_filesystem_class("s3")
+KEYS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1", "no_proxy": "*"}
 
 
 @contextmanager
@@ -18,13 +19,7 @@ def s3_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "x",
-        "AWS_SECRET_ACCESS_KEY": "x",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "no_proxy": "*",
-    }.items():
+    for name, value in (KEYS | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}).items():
         monkeypatch.setenv(name, value)
     client = boto3.client("s3")
     client.create_bucket(Bucket="bucket")

@@ -235,7 +235,7 @@ def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     if not accelerator.is_fsdp2:
         return accelerator.prepare(model)
     if accelerator.parallelism_config:
-        # else its hooks drop attention masks and refuse sliding windows: see tests/core/test_canaries.py
+        # else its hooks drop attention masks and refuse sliding windows
         accelerator.parallelism_config.cp_size = 1
     with as_user_error("FSDP: ", ValueError):
         model, _ = accelerator.prepare(model, SGD([next(model.parameters())]))  # it requires an optimizer

@@ -1,139 +1,184 @@
-"""Adding a task is one file and one line: here a copy of the project gets one, and trains it under FSDP."""
+"""A new task is one file and one line: a copy of the project gets one, and trains it under every strategy."""
 
-import json
+import re
+import sys
 from pathlib import Path
-from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file
 
 from src.tasks.task_checks import MUST_RETURN
-from tests.launching import Launch, Rounding, Whole, needs, project_with_task
+from tests.launching import PROJECT, Launch, Rounding, Run, Whole, project_with_task, run_command
 
 TASK = '''
-"""Learn the mean of a ragged number of values: most examples count for several, some for none."""
+"""Separate light pixels from dark ones. Images count one to three times; the loss sums over pixels."""
 
-from typing import Literal
+from pathlib import Path
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from src.tasks import load_metric
+from src.config.settings import Settings
 from src.tasks.base import Task
+from src.tasks.tables import picture
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x):
-        return x + self.linear(x).relu()
+class Layers(Settings):
+    width: int = 2
+    kind: str = "conv"
 
 
-class Sign(Task):
-    name: Literal["sign"] = "sign"
-    width: int = 16
-    """Of each layer."""
+class Pixels(Task):
+    name: Literal["pixels"] = "pixels"
+    layers: Layers = Layers()
+    title: str = ""
+    folder: Path = Path("data")
+    kept_outputs: ClassVar[dict[str, int]] = {"masks": 7}
 
     def build_model(self):
-        model = nn.Sequential(nn.Linear(8, self.width), Block(self.width), Block(self.width), nn.Linear(self.width, 2))
-        model._no_split_modules = ["Block"]
+        first, last = nn.Conv2d(1, self.layers.width, 3, padding=1), nn.Conv2d(self.layers.width, 1, 1)
+        model = nn.Sequential(nn.Sequential(first, nn.ReLU()), nn.Sequential(last, nn.Flatten(0, 1)))
+        model._no_split_modules = ["Sequential"]
         return model
 
     def build_datasets(self):
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(500, 8, generator=generator)
-        labels = (inputs.sum(1) > 0).long()
-        counts = torch.randint(0, 4, (500,), generator=generator)
-        examples = list(zip(inputs, labels, counts))
-        return examples[:403], examples[403:]
+        noise = torch.randn(34, 8, 8, generator=torch.Generator().manual_seed(0))
+        examples = [{"images": n, "masks": n > 0.5, "times": 1 + i % 3, "index": i} for i, n in enumerate(noise)]
+        return examples[9:], examples[:9]
 
     def count(self, batch):
-        return {"targets": int(batch[2].sum())}
+        return {"targets": int(batch["times"].sum())}
 
     def loss(self, model, batch):
         return self.evaluate(model, batch)[0]
 
     def evaluate(self, model, batch):
-        inputs, labels, counts = batch
-        logits = model(inputs).float()
-        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
-        return (losses * counts).sum(), {"predictions": logits.argmax(1), "references": labels}
+        logits = model(batch["images"].unsqueeze(1)).float()
+        losses = binary_cross_entropy_with_logits(logits, batch["masks"].float(), reduction="none")
+        return (losses.sum((1, 2)) * batch["times"]).sum(), {"masks": logits > 0, "index": batch["index"]}
 
     def metrics(self, outputs):
-        return load_metric("Accuracy").compute(**outputs)
+        return {"masks": len(outputs["masks"]), "in_order": float(outputs["index"].tolist() == [*range(9)])}
+
+    def tables(self, outputs, dataset):
+        pairs = zip(dataset, outputs["masks"])
+        rows = [{"truth": picture(e["masks"]), "prediction": picture(m), "index": e["index"]} for e, m in pairs]
+        return {"shown": rows}
 '''
 ARGUMENTS = (
-    "--task.name=sign", "--task.width=32", "--epochs=4", "--optim.lr=0.02", "--global_batch_size=32",
-    "--micro_batch_size=8",
+    "--task.name=pixels", "--task.layers.width=3", "--task.title=it's \"quoted\"", "--task.folder=my data",
+    "--global_batch_size=4", "--epochs=2", "--log_every=1", "--optim.lr=1e-3",
 )  # fmt: skip
+"""Epochs of 7 steps: the last one has an example for one of two processes."""
+WATCHED = """
+import os, src.training.batches, accelerate
+src.training.batches.cache_size = lambda _: 0  # batches as small as in training: the last one is a dummy on a process
+gather = accelerate.Accelerator.gather
+def watched(self, tensor):
+    if tensor.ndim == 3:
+        os.write(1, f"gathered {tuple(tensor.shape)}\\n".encode())  # whole lines: print writes the end by itself
+    return gather(self, tensor)
+accelerate.Accelerator.gather = watched
+"""
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return project_with_task(tmp_path_factory.mktemp("project"), "Sign", TASK)
+    return project_with_task(tmp_path_factory.mktemp("project"), "Pixels", TASK)
 
 
-def test_a_new_task_trains_the_same_under_every_strategy(whole: Whole, rounding: Rounding, project: Path) -> None:
-    alone, within = whole("cpu", *ARGUMENTS, project=project), rounding("cpu", *ARGUMENTS, project=project)
-    assert alone.summary["eval/accuracy"] > 0.9
-    for yaml in ("ddp", "fsdp"):
-        run = whole(yaml, *ARGUMENTS, project=project, processes=2)
-        assert run.losses == pytest.approx(alone.losses, rel=within)
-        assert run.summary["eval/accuracy"] == alone.summary["eval/accuracy"]
-        assert run.summary["eval/examples"] == 97
+@pytest.fixture(scope="module")
+def alone(whole: Whole, project: Path) -> Run:
+    return whole("cpu", *ARGUMENTS, project=project)
 
 
-def test_an_evaluation_set_without_any_target_is_one_line_before_training(launch: Launch, project: Path) -> None:
-    """Tried without: a ZeroDivisionError after the first epoch."""
-    before = "from src.tasks.sign import Sign\nSign.count = lambda self, batch: {'targets': 0}"
-    run = launch("ddp", *ARGUMENTS, project=project, before=before, processes=2)
-    assert run.exit_code == 2
-    says = "the evaluation set has nothing to predict: Task.count finds no targets in it"
-    assert run.messages == [f"train.py: {says}"]
+@pytest.fixture(scope="module")
+def sharded(whole: Whole, project: Path) -> Run:
+    return whole("fsdp", *ARGUMENTS, project=project, before=WATCHED)
 
 
-@needs("src/check")
-def test_it_is_examined_by_its_normal_methods_alone(launch: Launch, project: Path) -> None:
-    launch("fsdp", *ARGUMENTS, "--check", project=project, processes=2).succeeded()
+def test_a_new_task_has_the_same_curve_under_every_strategy(
+    whole: Whole, rounding: Rounding, project: Path, alone: Run, sharded: Run
+) -> None:
+    """And the same norms of gradients, whose scale AdamW hides."""
+    for run in (whole("ddp", *ARGUMENTS, project=project), sharded):
+        for name in ("train/loss", "train/grad_norm", "eval/loss"):
+            found, expected = ([r[name] for r in of.records if name in r] for of in (run, alone))
+            assert found == pytest.approx(expected, rel=rounding("cpu", *ARGUMENTS, name=name, project=project))
+        assert (run.summary["eval/in_order"], run.summary["eval/examples"]) == (1, 9)
 
 
-def test_what_it_does_not_say_of_its_metrics_beforehand_costs_no_step(launch: Launch, project: Path) -> None:
-    """A misspelt one ends the run once it is evaluated, and saved. Tried with saving after: the epoch is lost."""
-    arguments = (*ARGUMENTS, "--epochs=2", "--early_stopping.patience=1")
-    run = launch("ddp", *arguments, "--early_stopping.metric=eval/acuracy", project=project, processes=2)
+def test_large_outputs_are_kept_for_the_first_examples_only(alone: Run, sharded: Run) -> None:
+    """Keep 7 of 9 masks, in order: each of two processes sends its 4."""
+    assert {line for line in sharded.stdout.splitlines() if "gathered" in line} == {"gathered (4, 8, 8)"}
+    one, other = ([record for record in run.records if "eval/loss" in record][-1] for run in (alone, sharded))
+    assert other["eval/masks"] == 7
+    assert [row["index"] for row in one["eval/shown"]] == [*range(7)]
+    assert one["eval/shown"] == other["eval/shown"]
+    assert len({row["prediction"] for row in one["eval/shown"]}) > 3
+
+
+def test_a_sum_over_uncounted_labels_is_noted_once(alone: Run, sharded: Run, launch: Launch, project: Path) -> None:
+    """By the first process, under FSDP too, and by --check, which finds nothing else."""
+    for run in (alone, sharded, launch("cpu", *ARGUMENTS, "--check", project=project).succeeded()):
+        (note,) = [line for line in run.stdout.splitlines() if line.startswith("NOTE")]
+        found = re.match(r"NOTE: Pixels.loss sums over (\d+) labels where Pixels.count counts (\d+) targets, so", note)
+        assert found
+        assert int(found[1]) == 64 * int(found[2])
+
+
+def test_a_model_card_has_the_code_that_builds_the_model(sharded: Run, project: Path) -> None:
+    """With the task's settings: in a group, quoted and of another type."""
+    (code,) = re.findall(r"```python\n(.*?)```", (sharded.folder / "model/README.md").read_text(), re.DOTALL)
+    assert "Pixels(layers={'width': 3}, title='it\\'s \"quoted\"', folder='my data').load_export(" in code
+    shown = "\nprint(sum(weight.double().sum().item() for weight in model.state_dict().values()))"
+    printed = run_command([sys.executable, "-c", code + shown], sharded.folder, cwd=project).succeeded().stdout
+    weights = load_file(sharded.folder / "model/model.safetensors").values()
+    assert float(printed) == sum(weight.double().sum().item() for weight in weights)
+
+
+def test_a_misspelt_metric_costs_no_step(launch: Launch, project: Path) -> None:
+    """The run ends at the first evaluation, after it has saved."""
+    arguments = (*ARGUMENTS, "--early_stopping.patience=1")
+    run = launch("ddp", *arguments, "--early_stopping.metric=eval/in_oder", project=project)
     assert run.messages == [
-        "train.py: early_stopping.metric=eval/acuracy: the evaluation has no such metric, did you mean eval/accuracy? "
-        "(eval/loss, eval/examples, eval/accuracy); choose another one, and the same command resumes at step 13"
+        "train.py: early_stopping.metric=eval/in_oder: the evaluation has no such metric, did you mean eval/in_order? "
+        "(eval/loss, eval/examples, eval/masks, eval/in_order); choose another one, and the same command resumes at "
+        "step 7"
     ]
     better = "--early_stopping.metric=eval/loss"
     again = launch("cpu", *arguments, better, project=project, folder=run.folder).succeeded()
-    assert "after step 13, from" in again.stdout
-    assert [record["step"] for record in again.records if "eval/loss" in record] == [13, 26]
+    assert "after step 7, from" in again.stdout
+    assert [record["step"] for record in again.records if "eval/loss" in record] == [7, 14]
 
 
-@needs("src/tools/evaluate.py")
-def test_it_is_evaluated_outside_of_its_run(launch: Launch, whole: Whole, project: Path, tmp_path: Path) -> None:
-    (project / "evaluate_it.py").write_text("import sys\nfrom src.tools.evaluate import main\nmain(sys.argv[1:])\n")
-    run, table = whole("fsdp", *ARGUMENTS, project=project, processes=2), tmp_path / "predictions.parquet"
-    words = (f"{run.folder}/checkpoints/step_00000052", f"--output={table}")
-    metrics = json.loads(launch("cpu", *words, project=project, script="evaluate_it.py").succeeded().stdout)
-    assert metrics == pytest.approx({name: run.summary[name] for name in metrics}, rel=1e-6)
-    columns = pq.read_table(table).to_pydict()
-    assert {name: len(column) for name, column in columns.items()} == {"predictions": 97, "references": 97}
+MEAN = "loss = lambda _, model, batch: mse_loss(model(batch['images'].unsqueeze(1)), batch['images'])"
+NO_TARGETS = "count = lambda *_: {'targets': 0}"
 
 
 @pytest.mark.parametrize(
-    ("yaml", "returns", "arguments"),
+    ("method", "says"),
     [
-        ("ddp", "nn.functional.cross_entropy(model(batch[0]), batch[1])", ()),
-        pytest.param("cpu", "0.5", ("--check",), marks=needs("src/check")),
+        (MEAN, f"Pixels.loss must return {MUST_RETURN['loss']}"),
+        (NO_TARGETS, "the evaluation set has nothing to predict: Task.count finds no targets in it"),
     ],
+    ids=["a mean", "no targets"],
 )
-def test_one_line_says_so(launch: Launch, project: Path, yaml: str, returns: str, arguments: Any) -> None:
-    before = f"from torch import nn\nfrom src.tasks.sign import Sign\nSign.loss = lambda self, model, batch: {returns}"
-    run = launch(yaml, *ARGUMENTS, "--epochs=1", *arguments, project=project, before=before)
-    assert run.exit_code == 2
-    assert run.messages == [f"train.py: Sign.loss must return {MUST_RETURN['loss']}"]
+def test_a_wrong_return_value_is_refused_in_one_line(launch: Launch, project: Path, method: str, says: str) -> None:
+    """Other values: test_tables.py."""
+    before = f"from torch.nn.functional import mse_loss\nfrom src.tasks.pixels import Pixels\nPixels.{method}"
+    run = launch("ddp", *ARGUMENTS, project=project, before=before)
+    assert (run.exit_code, run.messages) == (2, [f"train.py: {says}"])
     assert "Traceback" not in run.stderr
+
+
+def test_the_task_in_the_readme_trains_as_it_stands(launch: Launch, tmp_path: Path) -> None:
+    """In at most 25 lines, sharded."""
+    (code,) = re.findall(r"```python\n(import torch.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)
+    assert code.count("\n") <= 25
+    project = project_with_task(tmp_path, "Mine", code)
+    run = launch("fsdp", "--task.name=mine", "--task.width=256", "--max_steps=30", project=project).succeeded()
+    assert run.summary["parameters"] == 256 * (8 + 1) + 256 + 1
+    assert run.summary["eval/loss"] < run.records[0]["eval/loss"]

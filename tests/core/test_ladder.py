@@ -1,4 +1,4 @@
-"""The house in src: a file imports from lower floors or its own folder, at its top."""
+"""The house in src: a file imports at its top, from lower floors or its own folder."""
 
 import ast
 from collections.abc import Iterator
@@ -10,14 +10,11 @@ FLOORS = {
     "config": 1, "tasks": 2, "distributed": 3, "training": 4, "checkpoint": 5, "tracking": 6, "tools": 7, "check": 7,
     "requirements": 0, "requirements.py": 0, "__init__.py": 8, "parts.py": 8, "start.py": 8,
 }  # fmt: skip
-"""Those that are there in every copy: the others are rooms."""
-
-
 BESIDE = {"plan", "benchmarks", "examples", "tests", "scripts"}
 """Programs beside src, which src does not know."""
 
 
-def arrows(file: Path) -> Iterator[tuple[str, str, bool]]:
+def imports(file: Path) -> Iterator[tuple[str, str, bool]]:
     """Yield the package and, in src, the folder that each import of the file comes from, and whether it is at the
     file's top."""
     tree = ast.parse(file.read_text())
@@ -28,14 +25,12 @@ def arrows(file: Path) -> Iterator[tuple[str, str, bool]]:
                 yield package, inner[0] if package == "src" else "", node in tree.body
 
 
-def test_no_import_leads_up_or_hides_in_a_function() -> None:
-    """Tried in src/config/errors.py with `from src.training.score import score`, with an import in a function, and in
-    src/tools/evaluate.py with `from plan.gpus import Gpu`."""
+def test_src_imports_at_the_top_and_from_lower_floors_only() -> None:
     src = PROJECT / "src"
     assert {path.name for path in src.iterdir()} - {"__init__.py", "__pycache__"} <= FLOORS.keys()
     for file in src.rglob("*.py"):
         folder = file.relative_to(src).parts[0]
-        for package, other, is_at_top in arrows(file):
+        for package, other, is_at_top in imports(file):
             assert package not in BESIDE, f"{file} imports from {package}, which stands beside src"
             assert is_at_top, f"{file} imports inside a function or a condition"
             assert other in ("", folder) or FLOORS[other] < FLOORS[folder], f"{file} imports from {other}, not below it"

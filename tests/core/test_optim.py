@@ -43,10 +43,10 @@ def test_schedules_are_the_textbooks() -> None:
     assert rates[-1] < 1e-5
 
 
-@pytest.mark.parametrize(("warmup", "decay"), [(0, 0.2), (7, 13), (0.3, 0.7), (0.1, 0), (0, 50)])
+@pytest.mark.parametrize(("warmup", "decay"), [(0, 0.2), (7, 13), (0.3, 0.7)])
 @pytest.mark.parametrize("final", [0.0, 0.1])
-def test_wsd_is_transformers_at_every_step(warmup: float, decay: float, final: float) -> None:  # room: text
-    """But for the warm-up, theirs a step behind. Tried with a linear decay, and with one that ends a step early."""
+def test_wsd_is_transformers_schedule_at_every_step(warmup: float, decay: float, final: float) -> None:
+    """But for the warm-up, in which theirs is a step behind."""
     wsd: dict[str, Any] = {"schedule": "wsd", "warmup_steps": warmup, "decay_steps": decay, "final_lr_ratio": final}
     rises, falls = (round(50 * steps) if steps < 1 else int(steps) for steps in (warmup, decay))
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
@@ -59,7 +59,7 @@ def test_wsd_is_transformers_at_every_step(warmup: float, decay: float, final: f
 
 
 def test_muon_takes_the_hidden_matrices_only() -> None:
-    """All, or none (tried without: "empty parameter list"). A single row is no matrix: under FSDP, Muon fails there."""
+    """All, or none. A single row is no matrix: under FSDP, Muon would fail there."""
     muon, rest = build_optimizers(Optim(name="muon"), MnistCnn())
     assert [p.shape for group in muon.param_groups for p in group["params"]] == [(128, 9216)]
     assert sum(len(group["params"]) for group in rest.param_groups) == 7
@@ -70,7 +70,7 @@ def test_muon_takes_the_hidden_matrices_only() -> None:
         assert [isinstance(optimizer, torch.optim.Muon) for optimizer in found] == takes
 
 
-def test_clipping_is_torchs() -> None:
+def test_gradients_are_clipped_as_torch_clips_them() -> None:
     ours, theirs = ([nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(5))] for _ in range(2))
     for a, b in zip(ours, theirs, strict=True):
         b.grad = torch.randn_like(b)
@@ -100,7 +100,7 @@ def recorded_step(optimizers: list[Optimizer], value: torch.Tensor) -> None:
     ("name", "bad", "step"), [*itertools.product(NAMES, BAD, [step_if_finite]), ("adadelta", BAD[1], recorded_step)]
 )
 def test_non_finite_gradients_leave_no_trace(name: str, bad: tuple[float, ...], step: Callable[..., object]) -> None:
-    """Tried without found_inf, the question, dropping the gradients, undoing the state: the weights become NaN."""
+    """Else the weights would become NaN."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     twin = copy.deepcopy(model)
     torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
@@ -114,7 +114,7 @@ def test_non_finite_gradients_leave_no_trace(name: str, bad: tuple[float, ...], 
         assert torch.equal(found, expected)
 
 
-def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_many_good_steps() -> None:
+def test_the_loss_scale_halves_at_overflow_and_doubles_after_2000_steps() -> None:
     progress = Progress()
     norms = (3.0, math.inf, math.nan, 3.0)
     assert [progress.update_loss_scale(norm, is_fp16=True) for norm in norms] == [True, False, False, True]

@@ -7,9 +7,9 @@ import torch
 
 from tests.curves import Short, cells
 from tests.launching import MNIST, Launch, Rounding, Run, Whole
-from tests.tasks.test_examples import IMAGES_AND_TABLES  # room: examples
-from tests.tasks.test_text_examples import PAIRS_AND_TAGS  # room: text+examples
-from tests.text.tasks import TEXT  # room: text
+from tests.tasks.test_examples import IMAGES_AND_TABLES
+from tests.tasks.test_text_examples import PAIRS_AND_TAGS
+from tests.text.tasks import TEXT
 
 # 1,438 digits make 22 windows of 64 and one of 30, of which two of four processes get 7: with micro-batches of 1, their
 # last is empty. 50 steps pass two such ends of an epoch. (The shift stays on: it must not depend on processes.)
@@ -29,39 +29,33 @@ TASKS = {
     "digits, not accumulated": Short(DIGITS, within=None),
     "digits, one by one": Short(DIGITS, split=("--micro_batch_size=1",), within=None),
     "mnist": Short((*DIGITS, f"--task.data_dir={MNIST}", "--task.source=mnist"), real_mnist, within=None),
+    **TEXT,
+    **IMAGES_AND_TABLES,
+    **PAIRS_AND_TAGS,
 }
-TASKS |= TEXT  # room: text
-TASKS |= IMAGES_AND_TABLES  # room: examples
-TASKS |= PAIRS_AND_TAGS  # room: text+examples
-TABLE: tuple[str, ...] = (
-    "                          cpu  ddp  ddp-4 fsdp fsdp-4 fsdp_grad_op fsdp_offload hsdp",
-    "digits                    slow slow fast  slow slow   slow         slow         slow",
-    "digits, not accumulated   -    -    -     fast -      -            -            -",
-    "digits, one by one        -    -    slow  -    -      -            -            -",
-    "mnist                     -    slow slow  slow slow   slow         slow         -",
-)
-TABLE += (  # room: text
-    "lm                        -    fast -     fast -      -            slow         fast",
-    "experts                   -    -    -     fast -      -            -            -",
-    "lm with adapters          -    slow -     fast -      -            -            -",
-    "new tokens, tied          -    slow -     fast -      slow         slow         slow",
-    "new tokens, untied        -    -    -     fast -      -            -            -",
-    "lm in 4 bits              -    fast -     -    -      -            -            -",
-    "classifier                -    slow -     fast -      -            -            -",
-    "classifier with adapters  -    -    -     slow -      -            -            -",
-    "classifier with a decoder -    -    -     fast -      -            -            -",
-    "chat                      -    slow -     slow -      -            -            -",
-    "chat with new tokens      -    -    -     slow -      -            -            -",
-)
-TABLE += (  # room: examples
-    "pictures                  -    slow -     fast -      -            -            -",
-    "table                     -    fast -     slow -      -            -            -",
-)
-TABLE += (  # room: text+examples
-    "pairs                     -    slow -     fast -      -            -            -",
-    "tags                      -    slow -     slow -      -            -            -",
-)
-"""A task that is added: test_add_task.py. Streamed mixtures: text/test_streaming.py."""
+TABLE = """
+                          cpu  ddp  ddp-4 fsdp fsdp-4 fsdp_grad_op fsdp_offload hsdp
+digits                    slow slow fast  slow slow   slow         slow         slow
+digits, not accumulated   -    -    -     fast -      -            -            -
+digits, one by one        -    -    slow  -    -      -            -            -
+mnist                     -    slow slow  slow slow   slow         slow         -
+lm                        -    fast -     fast -      -            slow         fast
+experts                   -    -    -     fast -      -            -            -
+lm with adapters          -    slow -     fast -      -            -            -
+new tokens, tied          -    slow -     fast -      slow         slow         slow
+new tokens, untied        -    -    -     fast -      -            -            -
+lm in 4 bits              -    fast -     -    -      -            -            -
+classifier                -    slow -     fast -      -            -            -
+classifier with adapters  -    -    -     slow -      -            -            -
+classifier with a decoder -    -    -     fast -      -            -            -
+chat                      -    slow -     slow -      -            -            -
+chat with new tokens      -    -    -     slow -      -            -            -
+pictures                  -    slow -     fast -      -            -            -
+table                     -    fast -     slow -      -            -            -
+pairs                     -    slow -     fast -      -            -            -
+tags                      -    slow -     slow -      -            -            -
+"""
+"""A new task: test_add_task.py. Streamed mixtures: streaming/test_streaming.py."""
 
 
 def norms(run: Run) -> list[float]:
@@ -79,11 +73,11 @@ def assert_same_curve(run: Run, task: Short, whole: Whole, rounding: Rounding) -
         assert found["eval/accuracy"] == expected["eval/accuracy"]
 
 
-@pytest.mark.parametrize(("name", "yaml", "processes"), cells(*TABLE))
-def test_each_task_has_the_curve_and_the_metrics_of_one_process(
+@pytest.mark.parametrize(("name", "yaml", "processes"), cells(TABLE))
+def test_each_task_has_the_curve_of_one_process_under_every_strategy(
     whole: Whole, rounding: Rounding, shared: Path, name: str, yaml: str, processes: int
 ) -> None:
-    """With accumulation, clipping and ragged windows. Tried with a mean over each process's pairs."""
+    """And its metrics; with accumulation, clipping and ragged windows."""
     task = TASKS[name].ready(shared)
     run = task.run(whole, yaml, processes=processes)
     assert run.summary["strategy"] == yaml.replace("cpu", "single")
@@ -92,8 +86,8 @@ def test_each_task_has_the_curve_and_the_metrics_of_one_process(
 
 
 @pytest.mark.slow
-def test_gradients_all_reduced_in_bf16_add_their_rounding(launch: Launch, whole: Whole, rounding: Rounding) -> None:
-    """Above what fp32's own makes of the norms, and below the eight bits of bf16. Tried without the hook: no more."""
+def test_all_reducing_gradients_in_bf16_adds_its_rounding(launch: Launch, whole: Whole, rounding: Rounding) -> None:
+    """More than what fp32's own rounding makes of the norms, and less than the eight bits of bf16."""
     alone, run = whole("cpu", *DIGITS), launch("ddp_bf16_hook", "--ddp_comm_hook=bf16", *DIGITS).succeeded()
     assert norms(run) != pytest.approx(norms(alone), rel=rounding("cpu", *DIGITS, name=NORM))
     assert run.losses == pytest.approx(alone.losses, rel=torch.finfo(torch.bfloat16).eps)

@@ -1,4 +1,4 @@
-"""The course in docs/learn: its files print and break as the pages say, and what the pages point at is there."""
+"""The course in docs/learn: its scripts print and break as the pages say, and its links lead to what they quote."""
 
 import re
 import runpy
@@ -13,23 +13,20 @@ from tests.launching import BIN, PROJECT, Launch, Run, run_command, slow
 LEARN = PROJECT / "docs" / "learn"
 PAGES = {page.name: page.read_text() for page in sorted(LEARN.glob("*.md"))}
 LESSONS = [name for name in PAGES if name[0].isdigit()]
-BESIDE = f"import sys; sys.path.append({str(LEARN)!r})"
-"""Python code after which a script finds course.py, as when Python runs one of that folder."""
-ROOMS = ("check", "distributed/cpu.py", "distributed/machines.py", "tasks/text")
-"""Of src: without some of them, some links lead nowhere."""
-NUDGE = """
+NUDGE = f"""
+import sys; sys.path.append({str(LEARN)!r})  # as when Python runs one of that folder
 import torch
 for layer in (torch.nn.Linear, torch.nn.modules.conv._ConvNd):
     def drawn_and_nudged(self, draw=layer.reset_parameters):
         draw(self)
         with torch.no_grad():
             for parameter in self.parameters(recurse=False):
-                parameter.mul_(1 {sign} 10 * torch.finfo(torch.float32).eps)
+                parameter.mul_(1 + SIGN * 10 * torch.finfo(torch.float32).eps)
     layer.reset_parameters = drawn_and_nudged
 """
 """Makes each weight at the start 10 to 20 units in its last place larger or smaller: 30 times what another order of
 sums does to a printed number, and a third of what would change its digits."""
-LARGER, SMALLER = (BESIDE + NUDGE.format(sign=sign) for sign in "+-")
+LARGER, SMALLER = (f"SIGN = {sign}\n{NUDGE}" for sign in (1, -1))
 
 
 def blocks(lesson: str, heading: str, language: str) -> list[str]:
@@ -47,7 +44,7 @@ def command(lesson: str) -> tuple[str, int]:
 
 
 def check_output(run: Run, said: str) -> None:
-    """Timings may differ."""
+    """Compare all but the timings."""
     printed, said = (re.sub(r" *[\d.,]+ ms\b", " # ms", text).strip() for text in (run.succeeded().stdout, said))
     assert printed == said
 
@@ -55,7 +52,7 @@ def check_output(run: Run, said: str) -> None:
 @pytest.mark.parametrize("lesson", LESSONS)
 @pytest.mark.parametrize("nudge", [LARGER, slow(SMALLER)], ids=["larger", "smaller"])
 def test_the_file_prints_what_its_page_says(launch: Launch, lesson: str, nudge: str) -> None:
-    """And its own assertions hold. Tried with another digit on the page, and with five digits."""
+    """And its own assertions hold."""
     script, processes = command(lesson)
     run = launch("ddp", processes=processes, script=script, before=nudge)
     check_output(run, blocks(lesson, "What it prints", "text")[0])
@@ -73,8 +70,7 @@ def test_the_file_prints_what_its_page_says(launch: Launch, lesson: str, nudge: 
     ],
 )
 def test_it_breaks_as_its_page_says(launch: Launch, tmp_path: Path, lesson: str, number: int) -> None:
-    """The last line on standard error says so: for an assertion, the only one. Tried with a `+` that changes nothing,
-    and with torch's traceback on each process."""
+    """The last line on standard error says so: for an assertion, the only one."""
     script, processes = command(lesson)
     change = blocks(lesson, "Break it", "diff")[number].splitlines(keepends=True)
     old, new = ("".join(line[1:] for line in change if line[0] in signs) for signs in ("- ", "+ "))
@@ -93,15 +89,14 @@ def test_it_breaks_as_its_page_says(launch: Launch, tmp_path: Path, lesson: str,
 
 
 @pytest.mark.slow
-def test_a_broken_script_ends_torchrun_too(tmp_path: Path) -> None:
-    """By the real one, whose own 80 lines would hide the one that matters, as what the course's page shows says. Tried
-    without the signal."""
+def test_a_broken_script_ends_torchrun_with_one_line(tmp_path: Path) -> None:
+    """Under the real one, whose own 80 lines would hide the one that matters."""
     for script in ("course.py", "data_parallel.py"):
         code = (LEARN / script).read_text()
         gone = blocks("2-data-parallelism.md", "Break it", "diff")[2].replace("\n-", "\n").removeprefix("-")
         (tmp_path / script).write_text(code.replace(gone, ""))
-    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=4", "data_parallel.py"]
-    run = run_command(command, tmp_path, cwd=tmp_path)
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=4", "data_parallel.py"]
+    run = run_command(torchrun, tmp_path, cwd=tmp_path)
     starting, *lines = run.stderr.splitlines()
     assert starting == "4 processes are starting …"
     assert [f"docs/learn/{line}" for line in lines] == re.findall("^docs/learn/.*$", PAGES["README.md"], re.MULTILINE)
@@ -109,7 +104,6 @@ def test_a_broken_script_ends_torchrun_too(tmp_path: Path) -> None:
 
 
 def test_the_pictures_show_what_the_pages_print() -> None:
-    """Tried with another number on a page."""
     pictures = runpy.run_path(str(LEARN / "pictures.py"))
     for picture, height in pictures["PICTURES"].items():
         drawn, saved = pictures["draw"](picture, height), (LEARN / f"{picture.__name__}.svg").read_text()
@@ -118,20 +112,16 @@ def test_the_pictures_show_what_the_pages_print() -> None:
 
 
 def test_each_page_ends_with_a_link_to_the_next() -> None:
-    """Tried with the link of page 5 left as it was before page 6 came."""
     for page, following in pairwise(["README.md", *LESSONS]):
-        *_, last = re.findall(r"\]\(([^)]*)\)", PAGES[page])
-        assert last == following, page
+        assert re.findall(r"\]\(([^)]*)\)", PAGES[page])[-1] == following, page
 
 
-@pytest.mark.skipif(not all((PROJECT / "src" / room).exists() for room in ROOMS), reason="some were thrown out")
 @pytest.mark.parametrize("page", PAGES)
-def test_links_point_at_what_is_there(page: str) -> None:
-    """A link to a line is followed by code of that line. Tried: no such file; a line more at the top of train.py."""
+def test_links_lead_to_the_lines_that_they_quote(page: str) -> None:
     wrong = []
     for target, line, quoted in re.findall(r"\]\((?!https?:)([^)#]*)(?:#L(\d+)|[^)]*)\)(?: `([^`]+)`)?", PAGES[page]):
-        lines = ["", *(LEARN / (target or page)).read_text().splitlines()] if line else []
         assert (LEARN / (target or page)).exists(), target
+        lines = ["", *(LEARN / target).read_text().splitlines()] if line else []
         if line and not (quoted and quoted in lines[int(line)]):
             found = [number for number, text in enumerate(lines) if quoted in text]
             wrong.append(f"{target}#L{line} `{quoted}`: now in line {found or 'none: it has changed'}")
