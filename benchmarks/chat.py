@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
-from benchmarks.runs import CORES, NEVER, PROJECT, Side, take_turns, train_py
+from benchmarks.runs import CORES, NEVER, PROJECT, Side, arguments, own, take_turns, train_py
 from examples.weights import WEIGHTS, find
 from src.config.config import load_config
 from src.tasks import TASKS
@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
     "optim.warmup_steps": 0,
 }
 LENGTH, SEQUENCES = 192, 2  # tokens of a sequence, sequences per step: chat_lora.yaml's
-PEER_STEPS, LR = 5, 1e-6
+PEER_STEPS, PEER_CHATS, LR = 5, 8, 1e-6
 PEERS = {
     "trainer": "chat packed, Trainer",
     "trl": "chat packed, SFTTrainer",
@@ -61,32 +61,22 @@ PEERS = {
 }
 
 
-def plain(arguments: list[str]) -> None:
+def plain(words: list[str]) -> None:
     """Train as a plain loop does, and print the mean loss of each turn; at the end, the peak memory in bytes."""
-    config: Any = load_config(arguments, TASKS)
+    config: Any = load_config(words, TASKS)
     task, optim = config.task, config.optim
     train, _ = task.build_datasets()
     order = task.order(train, np.random.default_rng(epoch_seed(config, 0)), config.global_batch_size)
     auto: Any = AutoModelForCausalLM
     base = auto.from_pretrained(task.model, dtype=torch.float32, trust_remote_code=False)
-    targets = task.lora.target_modules or "all-linear"
-    lora = LoraConfig(
-        r=task.lora.r,
-        lora_alpha=task.lora.alpha,
-        target_modules=targets,
-        exclude_modules=task.lora.exclude_modules,
-        task_type="CAUSAL_LM",
-    )
-    model = get_peft_model(base, lora).train()
+    model = get_peft_model(base, LoraConfig(**lora(task.lora))).train()
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = AdamW(weights, lr=optim.lr, weight_decay=optim.weight_decay)
     losses: list[float] = []
+    size, micro = config.global_batch_size, config.forward_batch_size(1)
     for step in range(config.max_steps):
-        batch = order[step * config.global_batch_size :][: config.global_batch_size]
-        parts = [
-            batch[i : i + config.forward_batch_size(1)] for i in range(0, len(batch), config.forward_batch_size(1))
-        ]
-        micro_batches = [task.collate(train.__getitems__(part.tolist())) for part in parts]
+        batch = order[step * size :][:size].tolist()
+        micro_batches = [task.collate(train.__getitems__(batch[i : i + micro])) for i in range(0, size, micro)]
         count, total = sum(task.count(micro_batch)["targets"] for micro_batch in micro_batches), 0.0
         for micro_batch in micro_batches:
             inputs = micro_batch["inputs"]
@@ -107,21 +97,25 @@ def plain(arguments: list[str]) -> None:
     print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
+def lora(adapters: Any) -> dict[str, Any]:
+    """Return the fields of peft's config for the adapters that train.py would make."""
+    sizes = {"r": adapters.r, "lora_alpha": adapters.alpha, "exclude_modules": adapters.exclude_modules}
+    return {"target_modules": adapters.target_modules or "all-linear", "task_type": "CAUSAL_LM", **sizes}
+
+
 def compare_plain(model: str, folder: Path) -> list[Comparison]:
     settings = SETTINGS | {"task.model": model}
-    words = [f"--{setting}={value}" for setting, value in (settings | {"output_dir": "run"}).items()]
     ours = Side(train_py(settings), folder / "ours", CORES)
-    peer = [sys.executable, "-m", "benchmarks.chat", "plain", *words]
-    theirs = Side(peer, folder / "plain", CORES, ends=r"^loss (\S+)$", file="log")
+    by_hand = own("chat", "plain", *arguments(settings))
+    theirs = Side(by_hand, folder / "plain", CORES, ends=r"^loss (\S+)$", file="log")
     seconds = take_turns(ROUNDS, [ours, theirs])
     off = drift(ours.values, theirs.values)
     assert off < 0.02, f"not the same losses: {ours.values}, {theirs.values}"
-    print(f"losses {ours.values} {theirs.values}, seconds {seconds}")
-    peaks = max(ours.summary["peak_memory_bytes"]) / 1e9, float(theirs.log.rsplit("peak ", 1)[1]) / 1e9
-    own_time, peers_time = seconds
+    peak = max(ours.output.summary["peak_memory_bytes"]) / 1e9
+    their_peak = float(theirs.log.rsplit("peak ", 1)[1]) / 1e9
     return [
-        Comparison("chat, plain peft", "s", own_time, peers_time, 1.0, is_gain=True),
-        Comparison("chat memory, plain peft", "GB", [peaks[0]], [peaks[1]], 1.0, is_gain=False),
+        Comparison("chat, plain peft", "s", *seconds, 1.0, is_gain=True),
+        Comparison("chat memory, plain peft", "GB", [peak], [their_peak], 1.0, is_gain=False),
     ]
 
 
@@ -144,61 +138,49 @@ def write_chats(model: str, folder: Path) -> tuple[int, int]:
     return count, int(lengths[:count].sum())
 
 
-def compare_packed(model: str, names: list[str], python: str, batch: int, folder: Path) -> list[Comparison]:
+def compare_packed(model: str, names: list[str], python: str, folder: Path) -> list[Comparison]:
     """Compare with the trainers of other libraries of these names, on the same chats."""
     count, tokens = write_chats(model, folder / "data")
-    settings = SETTINGS | {
-        "task.model": model,
-        "task.dataset": folder / "data",
-        "epochs": 1,
-        "max_steps": "null",
-        "log_every": PEER_STEPS,
-        "optim.lr": LR,
-    }
+    settings = SETTINGS | {"task.model": model, "task.dataset": folder / "data", "epochs": 1, "max_steps": "null"}
+    settings |= {"log_every": PEER_STEPS, "optim.lr": LR}
     sides = {"ours": Side(train_py(settings), folder / "ours", CORES)}
     config: Any = load_config([f"--config={SETTINGS['config']}"], TASKS)
-    adapters = config.task.lora
-    lora = {"r": adapters.r, "lora_alpha": adapters.alpha, "exclude_modules": adapters.exclude_modules}
-    plan = json.dumps({"model": model, "lora": lora, "batch": batch, "lr": LR, "every": PEER_STEPS})
+    adapters = lora(config.task.lora)
+    plan = json.dumps({"model": model, "lora": adapters, "batch": PEER_CHATS, "lr": LR, "every": PEER_STEPS})
     for name in names:
         interpreter = sys.executable if name == "trainer" else python
         if name != "trainer" and not has_trl(python):
             print(f"no row for {name}: {python} has no trl (--trl=PYTHON)")
             continue
-        command = [interpreter, "-m", "benchmarks.chat_peers", name, plan]
+        command = [interpreter, *own("chat_peers", name, plan)[1:]]
         sides[name] = Side(command, folder / name, CORES, ends=r"^tokens \d+ loss (\S+)$", file="log")
-    seconds = dict(zip(sides, take_turns(ROUNDS, [*sides.values()]), strict=True))
-    ours, *peers = sides.values()
+    turns = take_turns(ROUNDS, [*sides.values()])
     speeds = {
-        name: [n / s for n, s in zip(real_tokens(side)[1 : 1 + ROUNDS], seconds[name], strict=True)]
-        for name, side in sides.items()
+        name: [n / s for n, s in zip(real_tokens(side)[1 : 1 + ROUNDS], seconds, strict=True)]
+        for (name, side), seconds in zip(sides.items(), turns, strict=True)
     }
+    ours, *peers = sides.values()
     ours_tokens = sum(real_tokens(ours))
     assert tokens == round(ours_tokens) + count, f"{ours_tokens} real tokens here, {tokens} in {count} chats"
     # the same chats with the last token of each, as the others count them
     speeds["ours"] = [speed * tokens / ours_tokens for speed in speeds["ours"]]
     loss = statistics.mean(ours.values)
-    padding = statistics.mean(record["perf/padding"] for record in ours.records)
-    print(f"{count} chats, {tokens:,} tokens; ours: loss {loss:.4f}, padding {padding:.1%}", end="")
-    print(f", {max(ours.summary['peak_memory_bytes']) / 1e9:.2f} GB, {statistics.median(speeds['ours']):.0f} tokens/s")
     rows = []
     for peer in peers:
         name, work = peer.folder.name, json.loads(peer.log.rsplit("\nwork ", 1)[1].splitlines()[0])
         assert work["tokens"] == tokens, work
-        assert work["parameters"] == ours.summary["trained_parameters"], (work, ours.summary)
+        assert work["parameters"] == ours.output.summary["trained_parameters"], (work, ours.output.summary)
         off = drift([work["loss"] / work["targets"]], [loss])
-        print(f"{name}: {work}, loss {work['loss'] / work['targets']:.4f}", end="")
-        print(f", padding {1 - tokens / work['padded_tokens']:.1%}, {statistics.median(speeds[name]):.0f} tokens/s")
         assert off < 0.02, f"not the same losses: {off}"
-        row = Comparison(PEERS[name], "tokens/s", speeds["ours"], speeds[name], 1.5, is_gain=True, is_speed=True)
-        rows.append(row)
+        print(f"{name}: {work}, padding {1 - tokens / work['padded_tokens']:.1%}")
+        rows.append(Comparison(PEERS[name], "tokens/s", speeds["ours"], speeds[name], 1.5, is_gain=True))
     return rows
 
 
 def real_tokens(side: Side) -> list[float]:
     """Return those of each turn."""
     if side.folder.name == "ours":
-        return [PEER_STEPS * SEQUENCES * LENGTH * (1 - record["perf/padding"]) for record in side.records]
+        return [PEER_STEPS * SEQUENCES * LENGTH * (1 - record["perf/padding"]) for record in side.output.records]
     return [float(line.split()[1]) for line in side.log.splitlines() if line.startswith("tokens ")]
 
 
@@ -206,23 +188,21 @@ def has_trl(python: str) -> bool:
     return subprocess.run([python, "-c", "import trl"], capture_output=True).returncode == 0
 
 
-def measure(_: Path, folder: Path, trl: str, only: list[str], batch: int) -> list[Comparison]:
+def measure(_: Path, folder: Path, trl: str, only: list[str]) -> list[Comparison]:
     name = find(WEIGHTS["chat"])
     model = str(PROJECT / name) if (PROJECT / name).exists() else name
     rows = compare_plain(model, folder / "plain") if "plain" in only else []
     if names := [name for name in PEERS if name in only]:
         (folder / "packed").mkdir()
-        rows += compare_packed(model, names, trl, batch, folder / "packed")
+        rows += compare_packed(model, names, trl, folder / "packed")
     return rows
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["plain"]:
-        plain(sys.argv[2:])
-    else:
-        options = pairs.parser(__doc__)
-        options.add_argument("--trl", default=os.environ.get("TRL_PYTHON", sys.executable), help="a Python with trl")
-        peers = ["plain", *PEERS]
-        options.add_argument("--only", nargs="+", choices=peers, default=peers, help="what to compare with")
-        options.add_argument("--batch", type=int, default=8, help="chats per step of Trainer and SFTTrainer")
-        pairs.main(measure, options)
+    pairs.main(
+        measure,
+        __doc__,
+        {"plain": plain},
+        trl={"default": os.environ.get("TRL_PYTHON", sys.executable), "help": "a Python with trl"},
+        only={"nargs": "+", "choices": ["plain", *PEERS], "default": ["plain", *PEERS], "help": "what to compare with"},
+    )

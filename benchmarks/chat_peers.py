@@ -82,7 +82,7 @@ def train_by_trainer(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recor
 
     model = AutoModelForCausalLM.from_pretrained(plan["model"], dtype=torch.float32, trust_remote_code=False)
     return Trainer(
-        get_peft_model(model, lora(plan)),
+        get_peft_model(model, LoraConfig(**plan["lora"])),
         TrainingArguments(use_cpu=True, **arguments(plan)),
         train_dataset=chats.map(tokenized, remove_columns=chats.column_names),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
@@ -98,29 +98,20 @@ def train_by_trl(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recorder:
         trl.SFTConfig(use_cpu=True, bf16=False, assistant_only_loss=True, **arguments(plan), **options),
         train_dataset=chats,
         processing_class=tokenizer,
-        peft_config=lora(plan),
+        peft_config=LoraConfig(**plan["lora"]),
         callbacks=[recorder],
     )
 
 
-def lora(plan: dict[str, Any]) -> LoraConfig:
-    return LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **plan["lora"])
-
-
 def arguments(plan: dict[str, Any]) -> dict[str, Any]:
     """Return those that aren't defaults."""
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    return {
-        "output_dir": "trainer",
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": plan["batch"],
-        "learning_rate": plan["lr"],
-        "lr_scheduler_type": "constant",
-        **quiet,
-    }
+    quiet = {"output_dir": "trainer", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    rate = {"learning_rate": plan["lr"], "lr_scheduler_type": "constant"}
+    return {"num_train_epochs": 1, "per_device_train_batch_size": plan["batch"], **rate, **quiet}
 
 
-def main(name: str, plan: dict[str, Any]) -> None:
+def main(name: str, words: str) -> None:
+    plan = json.loads(words)
     tokenizer = AutoTokenizer.from_pretrained(plan["model"], trust_remote_code=False)
     tokenizer.chat_template = TEMPLATE
     chats: Any = load_dataset("json", data_files="../data/train.jsonl", split="train")
@@ -136,4 +127,4 @@ def main(name: str, plan: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(*sys.argv[1:])

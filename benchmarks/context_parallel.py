@@ -33,4 +33,4 @@ def measure(_: Path, folder: Path) -> list[Comparison]:
 
 
 if __name__ == "__main__":
-    pairs.main(measure, pairs.parser(__doc__))
+    pairs.main(measure, __doc__)

@@ -18,7 +18,6 @@ Asserted: as many right answers, within 0.1% of the examples (bf16: 0.5%). bf16 
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ from torch.utils.data import DataLoader
 from benchmarks import mnist_peer, pairs
 from benchmarks.language import write_text
 from benchmarks.pairs import Comparison, in_turn
-from benchmarks.runs import PROJECT, Side, arguments, has_bf16, launch
+from benchmarks.runs import PROJECT, Side, arguments, has_bf16, launch, own
 from src.distributed.accelerator import prepare
 from src.distributed.stop import StopSignal
 from src.tasks.metrics import Accuracy
@@ -145,8 +144,8 @@ def measure_in_process(argv: list[str]) -> None:
         found = [compare(lambda: plain_images(run, peer))]
     else:
         task: Any = run.task
-        own = run.config.global_batch_size // run.world_size
-        loader = run.accelerator.prepare(DataLoader(run.eval_set, own, collate_fn=task.collate))  # type: ignore[arg-type]
+        batch = run.config.global_batch_size // run.world_size
+        loader = run.accelerator.prepare(DataLoader(run.eval_set, batch, collate_fn=task.collate))  # type: ignore[arg-type]
         net = prepare(run.accelerator, Plain(run.accelerator.unwrap_model(run.model), mnist_peer.build_model()))
         found = [compare(lambda: gathered_images(run, net, loader))]
         linear = run.model = prepare(run.accelerator, Linear())
@@ -162,21 +161,18 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
     images: dict[str, Any] = {"task.data_dir": data_dir, "global_batch_size": 64}
     text: dict[str, Any] = {"config": PROJECT / "configs" / "pretrain.yaml", "task.eval_fraction": 0.5}
     text |= {"task.dataset": folder / "data" / "train.txt"}
+    shared = {"evaluation x2: MNIST CNN, Accelerate's loop": 1.2, "evaluation x2: a linear model": 5}
     cases: list[tuple[list[str], dict[str, Any], dict[str, float]]] = [
         (launch("cpu", 1, "fp32"), images, {"evaluation: MNIST CNN, fp32, plain loop": 1.2}),
         (launch("cpu", 1, "bf16"), images, {"evaluation: MNIST CNN, bf16, plain loop": 1.2}),
         (launch("cpu", 1, "fp32"), text, {"evaluation: small Llama, fp32, plain loop": 1.2}),
-        (
-            launch("ddp", 2, "fp32"),
-            images,
-            {"evaluation x2: MNIST CNN, Accelerate's loop": 1.2, "evaluation x2: a linear model": 5},
-        ),
+        (launch("ddp", 2, "fp32"), images, shared),
     ]
     rows = []
     for number, (command, settings, questions) in enumerate(cases):
         if "--mixed_precision=bf16" in command and not has_bf16():
             continue
-        side = Side([*command, "-m", "benchmarks.evaluation", "--process", *arguments(settings)], folder / str(number))
+        side = Side([*command, *own("evaluation", "process", *arguments(settings))[1:]], folder / str(number))
         side.run()
         found = json.loads((side.folder / "found.json").read_text())
         for (question, target), (ours, theirs) in zip(questions.items(), found, strict=True):
@@ -185,7 +181,4 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--process"]:
-        measure_in_process(sys.argv[2:])
-    else:
-        pairs.main(measure, pairs.parser(__doc__))
+    pairs.main(measure, __doc__, {"process": measure_in_process})

@@ -1,6 +1,6 @@
 """What language models are compared with: the Trainer of transformers, and a plain loop on Accelerate.
 
-    python -m benchmarks.language_peers trainer|plain [several, if a launcher started several processes]
+    python -m benchmarks.language_peers trainer|plain|saves
 
 Started in a folder of its own, next to plan.json and the data. Each writes run/metrics.jsonl as train.py does, with a
 loss and a time per interval, and work.json at the end.
@@ -8,6 +8,7 @@ loss and a time per interval, and work.json at the end.
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from benchmarks.language import SEED, WEIGHT_DECAY, Plan
+from benchmarks.language import SAVES, SEED, WEIGHT_DECAY, Plan
 from src.tasks.text.tokenizing import byte_tokenizer
 
 
@@ -150,6 +151,20 @@ def train_by_plain_loop(peer: Peer) -> None:
     peer.finish(len(loader) // passes)
 
 
+def save_states(peer: Peer) -> None:
+    """Take a step, then print the milliseconds that each of some saves takes."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(peer.model, AdamW(peer.model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for _ in range(SAVES + 1):
+        started = time.perf_counter()
+        accelerator.save_state("saved")
+        print(f"(paused {1e3 * (time.perf_counter() - started):.0f} ms)", flush=True)
+        shutil.rmtree("saved")
+
+
 def is_sharded() -> bool:
     """Return whether the launcher asks for FSDP."""
     return "ACCELERATE_USE_FSDP" in os.environ
@@ -163,4 +178,4 @@ def sharded_on_cpu() -> None:
 
 if __name__ == "__main__":
     sharded_on_cpu()
-    {"trainer": train_by_trainer, "plain": train_by_plain_loop}[sys.argv[1]](Peer())
+    {"trainer": train_by_trainer, "plain": train_by_plain_loop, "saves": save_states}[sys.argv[1]](Peer())

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -56,6 +57,43 @@ def arguments(settings: dict[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in {"output_dir": "run", "wandb.mode": "disabled", **settings}.items()]
 
 
+def own(name: str, *words: object) -> list[str]:
+    """Return the command of a benchmark's own program: of a module, or of one of its sides, which the words name."""
+    return [sys.executable, "-m", f"benchmarks.{name}", *map(str, words)]
+
+
+def rate(amount: float, seconds: list[float]) -> list[float]:
+    """Return the amount per second of each turn."""
+    return [amount / s for s in seconds]
+
+
+def ms_per_step(steps: int, seconds: list[float]) -> list[float]:
+    return [1000 * s / steps for s in seconds]
+
+
+@dataclass(frozen=True)
+class Output:
+    """The folder that a run of train.py has written."""
+
+    folder: Path
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Those of the training, without evaluations."""
+        lines = (self.folder / "metrics.jsonl").read_text().split("\n")[:-1]  # without one that is half written
+        return [record for record in map(json.loads, lines) if "train/loss" in record]
+
+    @property
+    def losses(self) -> list[float]:
+        """By step; of a step that was repeated after a kill, the last. NaN where it was non-finite."""
+        by_step = {record["step"]: record["train/loss"] for record in self.records}
+        return [math.nan if loss is None else loss for loss in by_step.values()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+
 @dataclass
 class Side:
     """A command in a session of its own, which can be made to compute only while it is its turn.
@@ -88,15 +126,8 @@ class Side:
         return (self.folder / "log").read_text(errors="replace")
 
     @property
-    def records(self) -> list[dict[str, Any]]:
-        """Those of the training, without evaluations."""
-        file = self.folder / "run" / "metrics.jsonl"
-        lines = file.read_text().split("\n")[:-1] if file.exists() else []
-        return [record for record in map(json.loads, lines) if "train/loss" in record]
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "run" / "summary.json").read_text())
+    def output(self) -> Output:
+        return Output(self.folder / "run")
 
     def start(self) -> None:
         env = {n: v for n, v in os.environ.items() if not n.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
