@@ -19,9 +19,7 @@ from pathlib import Path
 from benchmarks.pairs import Comparison, load, save, table
 from benchmarks.runs import PROJECT
 
-BENCHMARKS = (
-    *("startup", "loop", "mnist", "language", "chat", "context_parallel", "evaluation", "two_processes", "streaming"),
-)
+BENCHMARKS = ("startup", "loop", "mnist", "language", "chat", "evaluation", "two_processes", "streaming")
 RESULTS = Path(__file__).parent / "results.json"
 MARGIN = 0.02
 

@@ -1,15 +1,14 @@
 """What a packed `make chat` is compared with: transformers' Trainer and TRL's SFTTrainer, as their docs have them.
 
-    PYTHON -m benchmarks.chat_peers trainer|trl|trl_kept PLAN
+    PYTHON -m benchmarks.chat_peers trainer|trl PLAN
 
-Started in a folder of its own, next to data/train.jsonl; PLAN is a chat.Plan as JSON. It needs torch, transformers,
-datasets and peft, and trl for the last two: nothing of this project. Every `every` steps it prints the real tokens and
-the loss of those steps, and at the end what it did in all.
+Started in a folder of its own, next to data/train.jsonl; PLAN is JSON. It needs torch, transformers, datasets and peft,
+and trl: nothing of this project. Every `every` steps it prints the real tokens and the loss of those steps, and at the
+end what it did in all.
 
-Both have their defaults (8 chats per step, padded to the longest; AdamW; gradients clipped), except for fp32, which
-SFTTrainer would change, and the loss, which only the assistant's turns enter, as here: trl by `assistant_only_loss`,
-Trainer by the mask that `apply_chat_template` returns. SFTTrainer recomputes activations by default (`trl`); `trl_kept`
-keeps them, as Trainer does.
+Both have their defaults (8 chats per step, padded to the longest; AdamW; gradients clipped), except for fp32 and
+recomputed activations, which SFTTrainer would have, and the loss, which only the assistant's turns enter, as here: trl
+by `assistant_only_loss`, Trainer by the mask that `apply_chat_template` returns.
 """
 
 import json
@@ -90,12 +89,13 @@ def train_by_trainer(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recor
     )
 
 
-def train_by_trl(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recorder: Recorder, **options: Any) -> Trainer:
-    """Give the chats to SFTTrainer, with its defaults but for `options`."""
+def train_by_trl(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recorder: Recorder) -> Trainer:
+    """Give the chats to SFTTrainer."""
     trl: Any = import_module("trl")  # of another environment
+    options = {"bf16": False, "gradient_checkpointing": False, "assistant_only_loss": True}
     return trl.SFTTrainer(
         plan["model"],
-        trl.SFTConfig(use_cpu=True, bf16=False, assistant_only_loss=True, **arguments(plan), **options),
+        trl.SFTConfig(use_cpu=True, **options, **arguments(plan)),
         train_dataset=chats,
         processing_class=tokenizer,
         peft_config=LoraConfig(**plan["lora"]),
@@ -116,11 +116,8 @@ def main(name: str, words: str) -> None:
     tokenizer.chat_template = TEMPLATE
     chats: Any = load_dataset("json", data_files="../data/train.jsonl", split="train")
     recorder = Recorder(plan["every"])
-    if name == "trainer":
-        trainer = train_by_trainer(plan, chats, tokenizer, recorder)
-    else:
-        options = {"gradient_checkpointing": False} if name == "trl_kept" else {}
-        trainer = train_by_trl(plan, chats, tokenizer, recorder, **options)
+    train = {"trainer": train_by_trainer, "trl": train_by_trl}[name]
+    trainer = train(plan, chats, tokenizer, recorder)
     recorder.watch(trainer.model)
     trainer.train()
     recorder.tell(trainer.state.global_step)

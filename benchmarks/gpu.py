@@ -47,8 +47,6 @@ from benchmarks.runs import NEVER, PROJECT, Output, Side, arguments, launch, run
 from plan import null_gpu
 from src import parts
 from src.config.errors import cause
-from src.tasks.base import ContextParallel
-from src.tasks.text.context_parallel import register
 from src.tracking.performance import peak_flops
 from src.tracking.report import Report
 from src.training.run import new_model
@@ -113,20 +111,6 @@ def compare_with_masks(run: Any, micro_batches: Any, take: Any, found: dict[str,
     return take()
 
 
-def all_to_all_with_itself(run: Any, micro_batches: Any, take: Any, found: dict[str, Any]) -> Any:
-    decoder, data = run.accelerator.unwrap_model(run.model).hf, micro_batches[0].data
-    group = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
-    alone = run.task.loss(run.model, data)
-    alone.backward()
-    decoder.set_attn_implementation(register("varlen", ContextParallel(0, 1, group)))
-    shared = run.task.loss(run.model, data)
-    shared.backward()
-    decoder.set_attn_implementation("varlen")
-    run.model.zero_grad()
-    found["difference"] = (shared - alone).abs().item()
-    return take()
-
-
 def die_once_it_has_saved(run: Any, micro_batches: Any, take: Any, found: dict[str, Any]) -> Any:
     checkpoint = run.config.folder / "checkpoints" / f"step_{SAVED:08d}"
     while not checkpoint.exists():
@@ -147,10 +131,8 @@ def count_kernels(run: Any, micro_batches: Any, take: Any, found: dict[str, Any]
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         result = take()
         torch.cuda.synchronize()
-    events = profiler.events() or []
-    on_gpu = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = [event.name for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
     found["kernels"] = sum(not name.startswith(("Mem", "nccl")) for name in on_gpu)
-    found["collectives"] = sum(event.name.startswith("c10d::") for event in events)
     return result
 
 
@@ -163,20 +145,22 @@ def end_here(run: Any, micro_batches: Any, take: Any, found: dict[str, Any]) -> 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a run of train.py is started."""
+    """How a run of train.py is started.
+
+    Args:
+        settings: names those of the bench, to which `more` are added.
+        precision: the mixed precision in place of the yaml's.
+        acts: what is done in place of a step, by the number of steps that were taken before: it is given the run, the
+            step's micro-batches, what takes the step, and a dictionary for what it finds out.
+        begin: called first in the new process.
+    """
 
     yaml: str
     settings: str
-    """Those of the bench that have this name."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of its own."""
     precision: str = ""
-    """The mixed precision in place of the yaml's."""
     acts: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
-    """What is done in place of a step, by the number of steps that were taken before: it is given the run, the step's
-    micro-batches, what takes the step, and a dictionary for what it finds out."""
     begin: Callable[[], object] = lambda: None
-    """Called first in the new process."""
 
 
 SAVING = {"save_every": SAVED}
@@ -195,7 +179,6 @@ RECIPES = {
     "llama_fsdp": Recipe("fsdp", "text", precision="no"),
     "llama_offload": Recipe("fsdp_offload", "text", precision="no"),
     "llama_masks": Recipe("single_gpu", "text", acts={1: compare_with_masks}),
-    "llama_shared": Recipe("fsdp", "text", {"max_steps": 2}, acts={1: all_to_all_with_itself}),
     "llama_kept": Recipe("single_gpu", "text", SAVING, begin=be_deterministic),
     "llama_waits": Recipe("single_gpu", "text", acts={SAVED: refuse_waits}),
     "llama_check": Recipe("single_gpu", "text", {"check": True}),
@@ -341,11 +324,9 @@ class Bench:
         return self.runs[name]
 
     def train(self, name: str, recipe: Recipe) -> Forked:
-        # an emulated GPU takes seconds for a CNN in half precision
-        half = "no" if self.is_smoke else ""
-        own = replace(recipe, precision=half) if recipe.precision == "half" else recipe
-        settings = getattr(self, recipe.settings) | recipe.more
-        return run_forked(self.folder / name, own, settings, self.deadline)
+        if recipe.precision == "half":  # an emulated GPU takes seconds for a CNN in half precision
+            recipe = replace(recipe, precision="no" if self.is_smoke else "")
+        return run_forked(self.folder / name, recipe, getattr(self, recipe.settings) | recipe.more, self.deadline)
 
     @cached_property
     def digits(self) -> dict[str, Any]:
@@ -411,34 +392,12 @@ def images(folder: Path, count: int) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------------ is it right?
-def curve(what: str, name: str, base: str, at_most: float = CURVE) -> Callable[[Bench], Iterator[Finding]]:
-    """Return a row that compares the losses of two runs."""
-
-    def measure(bench: Bench) -> Iterator[Finding]:
-        expected, run = bench.run(base), bench.run(name)
-        note = ", ".join([run.summary["precision"], *run.summary["optimizations"]])
-        yield Finding(what, drift(run.losses, expected.losses), at_most=at_most, note=note)
-
-    return measure
-
-
-def llama_sharded(bench: Bench) -> Iterator[Finding]:
-    for name in ("fsdp", "offload"):
-        yield from curve(f"a Llama in fp32 under {name} against single_gpu.yaml", f"llama_{name}", "llama_fp32")(bench)
-
-
 def attention_and_loss(bench: Bench) -> Iterator[Finding]:
     """Of one batch, in bf16: what is off the gradients in fp32, beside what masks and plain cross-entropy are off."""
     found = bench.run("llama_masks").found
     what = "varlen attention and chunked loss: error of the gradients in bf16"
     note = f"{found['plain']:.1e} with masks and plain cross-entropy"
     yield Finding(what, found["ours"], at_most=1.5 * found["plain"], note=note)
-
-
-def shared_by_one(bench: Bench) -> Iterator[Finding]:
-    """A group of one process that shares its sequences: all-to-alls on the GPU, by NCCL, that change nothing."""
-    difference = bench.run("llama_shared").found["difference"]
-    yield Finding("all-to-alls of a group of one: difference of the loss in bf16", difference, at_most=0)
 
 
 def killed(name: str, bench: Bench) -> Iterator[Finding]:
@@ -488,7 +447,6 @@ def llama(name: str, bench: Bench) -> Iterator[Finding]:
     speeds = [record["perf/tokens_per_second"] for record in run.records[1:INTERVALS]]
     yield from speed(bench, f"{what} Llama", speeds, run.found["allocated"], run.parameters)
     yield Finding(f"{what} Llama: kernels in a step", run.found["kernels"])
-    yield Finding(f"{what} Llama: collectives in a step", run.found["collectives"], at_most=0)
 
 
 def beside_the_plan(bench: Bench) -> Iterator[Finding]:
@@ -573,18 +531,25 @@ class Row(NamedTuple):
     """A library that not everybody has installed."""
 
 
-def curve_row(what: str, seconds: int, name: str, base: str, at_most: float = CURVE, needs: str = "") -> Row:
-    return Row("right", what, seconds, curve(what, name, base, at_most), needs)
+def curve(what: str, seconds: int, name: str, base: str, at_most: float = CURVE, needs: str = "") -> Row:
+    """Return a row that compares the losses of two runs."""
+
+    def measure(bench: Bench) -> Iterator[Finding]:
+        expected, run = bench.run(base), bench.run(name)
+        note = ", ".join([run.summary["precision"], *run.summary["optimizations"]])
+        yield Finding(what, drift(run.losses, expected.losses), at_most=at_most, note=note)
+
+    return Row("right", what, seconds, measure, needs)
 
 
 ROWS = [
-    curve_row("MNIST's CNN in fp32 against the CPU", 10, "mnist_fp32", "mnist_cpu"),
-    curve_row("a Llama in fp32 against the CPU", 14, "llama_fp32", "llama_cpu"),
-    curve_row("a Llama in bf16 against fp32", 6, "llama_bf16", "llama_fp32", BF16),
-    Row("right", "FSDP and offload on one process", 14, llama_sharded),
+    curve("MNIST's CNN in fp32 against the CPU", 10, "mnist_fp32", "mnist_cpu"),
+    curve("a Llama in fp32 against the CPU", 14, "llama_fp32", "llama_cpu"),
+    curve("a Llama in bf16 against fp32", 6, "llama_bf16", "llama_fp32", BF16),
+    curve("a Llama in fp32 under fsdp.yaml against single_gpu.yaml", 7, "llama_fsdp", "llama_fp32"),
+    curve("a Llama in fp32 under fsdp_offload.yaml against single_gpu.yaml", 7, "llama_offload", "llama_fp32"),
     Row("right", "varlen attention and chunked loss", 6, attention_and_loss),
-    Row("right", "all-to-alls of a group of one", 6, shared_by_one),
-    curve_row("MNIST's CNN, cuda_graphs against eager", 8, "mnist_graphs", "mnist_half"),
+    curve("MNIST's CNN, cuda_graphs against eager", 8, "mnist_graphs", "mnist_half"),
     Row("right", "killed and resumed: MNIST's CNN", 12, partial(killed, "mnist")),
     Row("right", "killed and resumed: a Llama, deterministic kernels", 15, partial(killed, "llama")),
     Row("right", "train.py --check", 15, check),
@@ -594,8 +559,8 @@ ROWS = [
     Row("mnist", "MNIST: 14 epochs", 40, mnist_fast),
     Row("llama", "the large Llama, compiled: 60 s, and 20 steps of 0.7 s", 100, partial(llama, "large_compiled")),
     Row("llama", "the large Llama by transformers' Trainer", 60, llama_by_trainer),
-    curve_row("weights in 4 bits against fp32", 12, "adapters_nf4", "adapters", 0.05, needs="bitsandbytes"),
-    curve_row("a Llama in fp8 against bf16", 20, "llama_fp8", "llama_fsdp_bf16", 0.05, needs="torchao"),
+    curve("weights in 4 bits against fp32", 12, "adapters_nf4", "adapters", 0.05, needs="bitsandbytes"),
+    curve("a Llama in fp8 against bf16", 20, "llama_fp8", "llama_fsdp_bf16", 0.05, needs="torchao"),
 ]
 """The most important first."""
 
@@ -610,37 +575,17 @@ def describe() -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """Return everything but the GPU that the figures depend on."""
     asked = ("torch", "transformers", "accelerate", "peft", "triton", "bitsandbytes", "torchao")
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    versions = {name: importlib.metadata.version(name) for name in asked if find_spec(name) or name in HIDDEN}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "driver": driver,
+        "driver": subprocess.getoutput("nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"),
         "cuda": torch.version.cuda,
         "python": sys.version.split()[0],
-        "versions": {name: importlib.metadata.version(name) for name in asked if find_spec(name) or name in HIDDEN},
+        "versions": versions,
         "cores": len(os.sched_getaffinity(0)),
-        "commit": output_of("git", "-C", str(PROJECT), "describe", "--always", "--dirty"),
+        "commit": subprocess.getoutput(f"git -C '{PROJECT}' describe --always --dirty 2>/dev/null"),
         "command": "python -m benchmarks.gpu " + " ".join(sys.argv[1:]),
     }
-
-
-def output_of(*command: str) -> str:
-    """Return the first line that a command prints; empty if it is not there, or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except OSError:
-        return ""
-    return done.stdout.partition("\n")[0]
-
-
-def prove(bench: Bench, rows: list[Row], proof: dict[str, Any], output: Path) -> None:
-    """Run each row for which there is time; write and print each result as soon as it is known."""
-    for row in rows:
-        started = time.monotonic()
-        for found, shown in answers(bench, row):
-            seconds = round(time.monotonic() - started, 1)
-            proof["rows"].append({"row": row.title, **found, "seconds": seconds})
-            output.write_text(json.dumps(proof, indent=1) + "\n")
-            print(f"{shown} [{seconds:.0f} s]", flush=True)
 
 
 def answers(bench: Bench, row: Row) -> Iterator[tuple[dict[str, Any], str]]:
@@ -692,7 +637,13 @@ def main() -> None:
             print(f"{row.seconds:7} s  {row.title}")
         print(flush=True)
         proof["rows"] = []
-        prove(bench, rows, proof, chosen.output)
+        for row in rows:
+            started = time.monotonic()
+            for found, shown in answers(bench, row):
+                seconds = round(time.monotonic() - started, 1)
+                proof["rows"].append({"row": row.title, **found, "seconds": seconds})
+                chosen.output.write_text(json.dumps(proof, indent=1) + "\n")
+                print(f"{shown} [{seconds:.0f} s]", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     wrong = [row for row in proof["rows"] if row["is_right"] is False]

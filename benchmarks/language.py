@@ -17,7 +17,6 @@ Saves: for how long one keeps the loop from training, of a Llama of 100M paramet
 
 import json
 import random
-import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,7 +31,6 @@ from benchmarks.runs import CORES, Side, has_bf16, own, rate, take_turns, train_
 from src.tasks.text.tokenizing import byte_tokenizer
 
 SEED, WEIGHT_DECAY = 0, 0.01
-STRATEGY = r"strategy .*, (\w+), (\w+) \(.*\)$"
 LENGTH, BATCH, INTERVAL, ROUNDS = 256, 8, 4, 3
 SHAPE = {
     "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
@@ -88,8 +86,7 @@ class Plan:
 def write_text(folder: Path, sequences: int, length: int) -> None:
     """Write a text that makes exactly so many sequences, and them as the peers read them: in train.py's order.
 
-    A model can learn its words: a few are frequent, most are rare.
-    """
+    A model can learn its words: a few are frequent, most are rare."""
     source = random.Random(SEED)
     words = ["".join(source.choices("etaoinshrdlu", k=source.randint(1, 8))) for _ in range(1000)]
     size = sequences * length - 1  # a token in front begins it
@@ -102,26 +99,13 @@ def write_text(folder: Path, sequences: int, length: int) -> None:
 
 
 def work(side: Side) -> dict[str, Any]:
-    """Return a side's results."""
+    """Return what a side has done."""
     if (side.folder / "work.json").exists():
         return json.loads((side.folder / "work.json").read_text())
-    last = side.output.records[-1]
-    parameters, tokens = (told(side, pattern)[0] for pattern in (r"model +([\d,]+) param", r"train +.*tokens ([\d,]+)"))
-    device, precision = told(side, STRATEGY)
-    return {
-        "parameters": int(parameters.replace(",", "")),
-        "steps": last["step"],
-        "tokens": round(last["epoch"] * int(tokens.replace(",", ""))),
-        "device": device,
-        "precision": precision,
-    }
-
-
-def told(side: Side, pattern: str) -> tuple[str, ...]:
-    """Return the groups of a pattern of train.py's start-up summary."""
-    found = re.search(f"^  {pattern}", side.log, re.MULTILINE)
-    assert found, f"{pattern} is not in {side.log[:3000]}"
-    return found.groups()
+    assert all(record["perf/padding"] == 0 for record in side.output.records)
+    summary = side.output.summary
+    own = {name: summary[name] for name in ("parameters", "step", "device", "precision")}
+    return own | {"tokens": round(summary["epoch"] * summary["data"]["train"]["tokens"])}
 
 
 def assert_same(side: Side, first: Side, within: float) -> None:
@@ -140,13 +124,9 @@ def compare(precision: str, ours: dict[str, float], folder: Path) -> Iterator[Co
     commands |= {name: plan.peer(name, folder) for name in PEERS}
     sides = [Side(command, folder / name, CORES) for name, command in commands.items()]
     turns = take_turns(ROUNDS, sides)
-    assert all(record["perf/padding"] == 0 for record in sides[0].output.records)
     for side in sides:
         assert_same(side, sides[0], within=0.01)
-    print(f"{precision}, {work(sides[0])}, losses {sides[0].values}")
     speeds = {name: rate(INTERVAL * BATCH * LENGTH, taken) for name, taken in zip(commands, turns, strict=True)}
-    for name, found in speeds.items():
-        print(f"  {name:<9} {statistics.median(found):8,.0f} tokens/s ({min(found):,.0f} to {max(found):,.0f})")
     best = max(PEERS, key=lambda name: statistics.median(speeds[name]))
     for name, target in ours.items():
         question = f"transformer {precision}{' compiled' * (name == 'compiled')}, best peer"
@@ -157,13 +137,11 @@ def compare_saves(folder: Path) -> Comparison:
     write_text(folder, sequences=(SAVES + 2) * STEPS, length=32)
     plan, pauses = Plan(LARGE, length=32, batch=1), {"ends": r"\(paused ([\d,]+) ms\)", "file": "log"}
     settings = plan.settings(folder / "data") | {"save_every": STEPS, "max_steps": (SAVES + 2) * STEPS}
-    sides = (
-        Side(train_py(settings), folder / "ours", **pauses),
-        Side(plan.peer("saves", folder), folder / "saves", **pauses),
-    )
+    commands = {"ours": train_py(settings), "saves": plan.peer("saves", folder)}
+    sides = [Side(command, folder / name, **pauses) for name, command in commands.items()]
     take_turns(SAVES, sides)
-    ours, theirs = (side.values[1 : 1 + SAVES] for side in sides)
-    return Comparison("pause of a save, Llama of 100M, save_state", "ms", ours, theirs, 1, is_gain=False)
+    times = [side.values[1 : 1 + SAVES] for side in sides]
+    return Comparison("pause of a save, Llama of 100M, save_state", "ms", *times, 1, is_gain=False)
 
 
 def measure(_: Path, folder: Path) -> list[Comparison]:

@@ -24,13 +24,8 @@ from benchmarks.pairs import in_turn
 PROJECT = Path(__file__).resolve().parent.parent
 CORES = 2
 NEVER = 1_000_000_000
-CNN: dict[str, Any] = {
-    "config": PROJECT / "configs" / "mnist.yaml",
-    "task.rotation": 0,
-    "task.shift": 0,
-    "eval_every": NEVER,
-    "save_every": NEVER,
-}
+CNN: dict[str, Any] = {"config": PROJECT / "configs" / "mnist.yaml", "task.rotation": 0, "task.shift": 0}
+CNN |= {"eval_every": NEVER, "save_every": NEVER}
 """The MNIST CNN without augmentation, fp32; neither evaluated nor saved before its end."""
 LOSS = r'"train/loss": ([^,}]+)'
 
@@ -110,7 +105,6 @@ class Side:
     file: str = "run/metrics.jsonl"
     process: psutil.Popen | None = None
     seconds: list[float] = field(default_factory=list)  # of its turns
-    cpu_seconds: list[float] = field(default_factory=list)  # of its turns, without those of children
 
     @property
     def values(self) -> list[float]:
@@ -122,7 +116,6 @@ class Side:
 
     @property
     def log(self) -> str:
-        """Its output."""
         return (self.folder / "log").read_text(errors="replace")
 
     @property
@@ -132,26 +125,22 @@ class Side:
     def start(self) -> None:
         env = {n: v for n, v in os.environ.items() if not n.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
         gpu = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # with several, Trainer would use them all
-        env["CUDA_VISIBLE_DEVICES"] = gpu if self.threads is None else ""
-        if self.threads:
-            env["OMP_NUM_THREADS"] = str(self.threads)
+        env["CUDA_VISIBLE_DEVICES"] = "" if self.threads else gpu
+        env |= {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.folder / "cache"), "PYTHONUNBUFFERED": "1"}
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), env.get("PYTHONPATH"))))}
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("w") as log:
-            self.process = psutil.Popen(
-                self.command, cwd=self.folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            how: dict[str, Any] = {"cwd": self.folder, "env": env, "stdout": log, "stderr": subprocess.STDOUT}
+            self.process = psutil.Popen(self.command, start_new_session=True, **how)
 
     def turn(self) -> float:
         """Let it compute until its turn ends. Return the seconds that took."""
-        assert self.process
-        started, cpu = time.perf_counter(), sum(self.process.cpu_times()[:2])
+        started = time.perf_counter()
         self.signal(signal.SIGCONT)
         self.wait(lambda: len(self.values) >= (1 + len(self.seconds)) * self.every)
         self.signal(signal.SIGSTOP)
         self.seconds.append(time.perf_counter() - started)
-        self.cpu_seconds.append(sum(self.process.cpu_times()[:2]) - cpu)
         return self.seconds[-1]
 
     def finish(self) -> None:
@@ -159,11 +148,12 @@ class Side:
         self.signal(signal.SIGCONT)
         self.wait()
 
-    def run(self) -> None:
-        """Start it and wait for its end."""
+    def run(self) -> "Side":
+        """Start it, and wait for its end."""
         with running(self):
             self.start()
             self.wait()
+        return self
 
     def wait(self, is_done: Callable[[], bool] | None = None) -> None:
         """Wait until `is_done`; without it, until the process has ended.

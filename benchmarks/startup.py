@@ -1,4 +1,4 @@
-"""Start-up: to the first finished step, to the answer to --help or to a mistake, and of a run that is resumed.
+"""Start-up: to the first finished step, and to the answer to --help or to a mistake.
 
     python -m benchmarks.startup [--data_dir=DIR]
 
@@ -9,7 +9,7 @@ started twice: with nothing in the cache of `datasets`, then with the tokens tha
 
 By `accelerate launch`, configs/mnist.yaml is compared with a script that builds an Accelerator and takes no step. The
 launcher imports torch itself, which is half of both. Answers are compared with `import torch`, which once came first;
-asserted: each within a second. Resumed: a whole session of train.py for one step, at 99% of an epoch against 1%.
+asserted: each within a second.
 """
 
 import json
@@ -26,11 +26,11 @@ from typing import Any
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, in_turn
-from benchmarks.runs import CNN, CORES, NEVER, PROJECT, Side, arguments, launch, own, running, train_py, write_images
+from benchmarks.runs import CORES, PROJECT, Side, arguments, launch, own, running, train_py
 
 ROUNDS = 5
 RUNS = count()
-FIRST_STEP = re.compile(r"^step +1/.* loss ([\d.]+)", re.MULTILINE)
+FIRST_STEP = r"^step +1/.* loss ([\d.]+)"
 ANSWER = "train.py: --optim.lrr=1: unknown setting, did you mean optim.lr?"
 
 
@@ -104,10 +104,9 @@ def seconds_until(says: str, command: list[str], folder: Path) -> tuple[float, s
 
 def seconds_to_step(command: list[str], folder: Path, parameters: str, classes: int) -> float:
     """Return those to the first step of a model with that many parameters, which predicts one of `classes`."""
-    seconds, log = seconds_until(FIRST_STEP.pattern, command, folder)
-    assert f"{parameters} parameters" in log, log
-    loss = float(FIRST_STEP.findall(log)[0])
-    assert abs(loss - math.log(classes)) < 0.3, log
+    seconds, log = seconds_until(FIRST_STEP, command, folder)
+    (loss,) = re.findall(FIRST_STEP, log, re.MULTILINE)
+    assert f"{parameters} parameters" in log and abs(float(loss) - math.log(classes)) < 0.3, log  # noqa: PT018
     return seconds
 
 
@@ -144,14 +143,12 @@ def compare_language_models(folder: Path) -> list[Comparison]:
 
     def start_twice() -> list[float]:
         own_cache, their_cache = (Path(tempfile.mkdtemp(dir=folder)) for _ in range(2))
-        return [
-            seconds for _ in range(2) for seconds in (to_step(ours(settings), own_cache), to_step(script, their_cache))
-        ]
+        mine, peers = in_turn(2, lambda: to_step(ours(settings), own_cache), lambda: to_step(script, their_cache))
+        return [*mine, *peers]
 
-    rounds = [start_twice() for _ in range(ROUNDS)]
-    first, again, first_theirs, again_theirs = ([*values] for values in zip(*rounds, strict=True))
+    first, again, their_first, theirs_again = map(list, zip(*(start_twice() for _ in range(ROUNDS)), strict=True))
     name = "language model to the first step, a script"
-    return [row(name, again, again_theirs), row(f"{name}, nothing cached", first, first_theirs)]
+    return [row(name, again, theirs_again), row(f"{name}, nothing cached", first, their_first)]
 
 
 def compare_launches(data_dir: Path, folder: Path) -> Comparison:
@@ -161,7 +158,7 @@ def compare_launches(data_dir: Path, folder: Path) -> Comparison:
     def first_step() -> float:
         settings = {"config": PROJECT / "configs" / "mnist.yaml", "task.data_dir": data_dir, "log_every": 1}
         command = train_py(settings | {"output_dir": f"run-{next(RUNS)}"})
-        return seconds_until(FIRST_STEP.pattern, command, folder / "launched")[0]
+        return seconds_until(FIRST_STEP, command, folder / "launched")[0]
 
     nothing = [*launch("cpu"), str(empty)]
     found = in_turn(ROUNDS, first_step, lambda: seconds_until("^built", nothing, folder / "empty")[0])
@@ -180,23 +177,6 @@ def compare_answer(name: str, word: str, says: str, folder: Path) -> Comparison:
     return row(f"answer to {name}, import torch", mine, peers, 0.5)
 
 
-def session(folder: Path, steps: int, resume: Path | None = None) -> tuple[float, Path]:
-    """Train on images up to a step of an epoch's 938. Return the session's seconds and its last checkpoint."""
-    settings = CNN | {"task.data_dir": folder / "images", "max_steps": steps, "save_every": NEVER}
-    side = Side(train_py(settings | ({"resume": resume} if resume else {})), Path(tempfile.mkdtemp(dir=folder)))
-    started = perf_counter()
-    side.run()
-    return perf_counter() - started, max((side.folder / "run" / "checkpoints").glob("step_*"))
-
-
-def compare_resumed(folder: Path) -> Comparison:
-    write_images(folder / "images", 60_000)
-    early = session(folder, 9)[1]
-    late = session(folder, 929, early)[1]
-    found = in_turn(ROUNDS, lambda: session(folder, 930, late)[0], lambda: session(folder, 10, early)[0])
-    return row("a run resumed at 99% of an epoch, at 1%", *found, 1.05)
-
-
 def measure(data_dir: Path, folder: Path) -> list[Comparison]:
     from src.tasks.mnist import mnist
 
@@ -207,7 +187,6 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
         compare_launches(data_dir, folder),
         compare_answer("--help", "--help", "task.label_smoothing", folder),
         compare_answer("a mistake", "--optim.lrr=1", ANSWER, folder),
-        compare_resumed(folder / "resumed"),
     ]
 
 

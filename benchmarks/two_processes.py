@@ -1,6 +1,6 @@
-"""Two processes: train.py against plain DDP, and under FSDP against Accelerate's own loop and transformers' Trainer.
+"""Two processes: train.py against plain DDP, under FSDP against other loops, and with sequences shared by both.
 
-    python -m benchmarks.two_processes [--data_dir=DIR] [--only=ddp|fsdp]
+    python -m benchmarks.two_processes
 
 Two processes of one thread each, on gloo, fp32, in turn.
 
@@ -12,6 +12,10 @@ tells the mean loss. Asserted: the same mean loss of the first turn, within 1e-5
 FSDP: the Llama of benchmarks/language.py, 8 sequences of 256 tokens per step, turns of 4 steps, under fsdp.yaml. The
 peers are language_peers.py's, started under the same yaml and let shard on a CPU as train.py does. Asserted:
 parameters, steps, tokens, and the mean loss of each turn within 1%.
+
+Sequences shared by both processes (fsdp_cp.yaml) against one each (fsdp.yaml): the same Llama, 2 sequences of 2,048
+tokens per step, turns of 2 steps. Each computes as many tokens at once; what is more are two all-to-alls per block,
+forward and backward, through the memory of this machine. Asserted: the same curve.
 """
 
 import math
@@ -40,6 +44,7 @@ from train import run_settings
 INTERVAL, ROUNDS, BATCH = 40, 10, 64
 STEPS = INTERVAL * (1 + ROUNDS)
 FSDP_ROUNDS = 10
+LONG, SHARED_TURN, SHARED_ROUNDS = 2048, 2, 7
 
 
 def by_hand(words: list[str]) -> None:
@@ -103,11 +108,20 @@ def compare_fsdp(folder: Path) -> Iterator[Comparison]:
         yield Comparison(f"FSDP x2: small Llama, {name}", "tokens/s", first, speeds, 1, is_gain=True)
 
 
-def measure(_: Path, folder: Path, only: str = "") -> list[Comparison]:
-    rows = [compare_ddp(folder / "ddp")] if only != "fsdp" else []
-    return rows + (list(compare_fsdp(folder / "fsdp")) if only != "ddp" else [])
+def compare_shared(folder: Path) -> Comparison:
+    """Compare a whole sequence for each process with a half of both."""
+    write_text(folder, (1 + SHARED_ROUNDS) * SHARED_TURN * 2, LONG)
+    settings = Plan(SHAPE, LONG, batch=2, interval=SHARED_TURN).settings(folder / "data")
+    yamls = {"fsdp_cp": 2, "fsdp": 1}
+    sides = [Side(train_py(settings | {"micro_batch_size": n}, yaml, 2), folder / yaml) for yaml, n in yamls.items()]
+    times = take_turns(SHARED_ROUNDS, sides)
+    assert_same(*sides, within=1e-5)
+    return Comparison("sequences shared by two processes, FSDP x2", "s", *times, 1.2, is_gain=False)
+
+
+def measure(_: Path, folder: Path) -> list[Comparison]:
+    return [compare_ddp(folder / "ddp"), *compare_fsdp(folder / "fsdp"), compare_shared(folder / "shared")]
 
 
 if __name__ == "__main__":
-    only = {"choices": ("ddp", "fsdp"), "default": "", "help": "one of the two"}
-    pairs.main(measure, __doc__, {"by_hand": by_hand}, only=only)
+    pairs.main(measure, __doc__, {"by_hand": by_hand})
