@@ -41,9 +41,7 @@ class Recorder(TrainerCallback):
     """Counts what the model is given and returns, so that no trainer can be wrong about it."""
 
     def __init__(self, every: int) -> None:
-        self.every = every
-        self.total: Counter[str] = Counter()
-        self.interval: Counter[str] = Counter()
+        self.every, self.total, self.interval = every, Counter[str](), Counter[str]()
 
     def watch(self, model: Any) -> None:
         model.register_forward_hook(self._count, with_kwargs=True)

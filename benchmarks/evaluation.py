@@ -39,23 +39,14 @@ Count = Callable[[], float]
 
 
 class Plain(nn.Module):
-    """A model for images of shape (batch, 28, 28), uint8, with the weights of one of ours."""
+    """A model for images of shape (batch, 28, 28), uint8."""
 
-    def __init__(self, ours: nn.Module, layers: nn.Sequential) -> None:
+    def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
         self.layers = layers
-        self.load_state_dict(dict(zip(self.state_dict(), ours.state_dict().values(), strict=True)))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layers((images.unsqueeze(1).float() / 255 - 0.1307) / 0.3081)
-
-
-class Linear(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(784, 10))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return super().forward((images.float() / 255 - 0.1307) / 0.3081)
 
 
 def plain_images(run: Run, model: nn.Module) -> float:
@@ -110,7 +101,8 @@ def measure_in_process(words: list[str]) -> None:
     """Measure as one of the processes; the first writes its times."""
     run: Any = build(run_settings(words))
     stop = StopSignal(run.accelerator, run.config)
-    plain = Plain(run.accelerator.unwrap_model(run.model), mnist_peer.build_model())
+    plain, weights = Plain(mnist_peer.build_model()), run.accelerator.unwrap_model(run.model).state_dict().values()
+    plain.load_state_dict(dict(zip(plain.state_dict(), weights, strict=True)))
     if run.world_size == 1:
         found = [compare(run, stop, lambda: plain_images(run, plain))]
     else:
@@ -118,7 +110,7 @@ def measure_in_process(words: list[str]) -> None:
         loader = run.accelerator.prepare(DataLoader(run.eval_set, batch, collate_fn=run.task.collate))
         net = prepare(run.accelerator, plain)
         found = [compare(run, stop, lambda: gathered_images(run, net, loader))]
-        linear = run.model = prepare(run.accelerator, Linear())
+        linear = run.model = prepare(run.accelerator, Plain(nn.Sequential(nn.Flatten(), nn.Linear(784, 10))))
         found.append(compare(run, stop, lambda: gathered_images(run, linear, loader)))
     if run.is_main:
         Path("found.json").write_text(json.dumps(found))
@@ -128,13 +120,11 @@ def measure_in_process(words: list[str]) -> None:
 
 def measure(data_dir: Path, folder: Path) -> list[Comparison]:
     words = own("evaluation", "process", *arguments({"task.data_dir": data_dir, "global_batch_size": 64}))[1:]
+    shared = {"evaluation x2: MNIST CNN, Accelerate's loop": 1.2, "evaluation x2: a linear model": 5}
     cases = {
         "fp32": (launch("cpu", 1, "fp32"), {"evaluation: MNIST CNN, fp32, plain loop": 1.2}),
         "bf16": (launch("cpu", 1, "bf16"), {"evaluation: MNIST CNN, bf16, plain loop": 1.2}),
-        "x2": (
-            launch("ddp", 2, "fp32"),
-            {"evaluation x2: MNIST CNN, Accelerate's loop": 1.2, "evaluation x2: a linear model": 5},
-        ),
+        "x2": (launch("ddp", 2, "fp32"), shared),
     }
     rows = []
     for name, (command, questions) in cases.items():

@@ -53,16 +53,13 @@ from src.training.run import new_model
 from tests.warm_ranks import launched, warm
 
 HIDDEN = {name for name in ("bitsandbytes", "torchao") if find_spec(name)}
-"""Libraries that touch the GPU when they are imported. What is imported here, transformers and peft among others, finds
-them missing; what is forked from here has them."""
+"""Libraries that touch the GPU when they are imported: missing to what is imported here, but not to what is forked."""
 sys.modules.update(dict.fromkeys(HIDDEN))  # type: ignore[arg-type]  # None: it can't be imported
 
 STEPS, SAVED = 12, 6
 """Steps of the runs that are compared, and the one after which those that are killed have saved."""
-BF16 = 2**-8
-"""Relative distance of two neighbouring numbers in bf16."""
-CURVE = 1e-5
-"""How far apart the project promises that two curves are, at most."""
+CURVE, BF16 = 1e-5, 2**-8
+"""How far apart two curves are at most, as the project promises; the distance of neighbouring numbers in bf16."""
 SETTINGS = {"optim.lr": 1e-4, "log_every": 1, "max_steps": STEPS, "save_every": NEVER, "eval_every": NEVER}
 """What all of these runs have in common."""
 INTERVAL, INTERVALS = 5, 4
@@ -72,10 +69,9 @@ SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 
 SIZES = {75: (22, 4), 44: (22, 2), 32: (22, 1), 0: (4, 1)}
 """Layers of the Llama and sequences of 4,096 tokens at once, by the least GiB of memory: 18 bytes for each parameter,
 and 110 kB for a token in each layer."""
-TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 4}  # fmt: skip
-SMOKE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2}  # fmt: skip
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, **HEADS}
+SMOKE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, **HEADS}
 
 
 # ------------------------------------------------------------------------------------- runs that are forked from here
@@ -172,7 +168,6 @@ RECIPES = {
     "mnist_graphs": Recipe("single_gpu", "digits", {"cuda_graphs": True}, precision="half"),
     "mnist_kept": Recipe("single_gpu", "digits", {**SAVING, "task.dropout": 1.0}, precision="half"),
     "mnist_waits": Recipe("single_gpu", "digits", precision="half", acts={SAVED: refuse_waits}),
-    "mnist_eager": Recipe("single_gpu", "mnist", precision="half"),
     "llama_cpu": Recipe("cpu", "text"),
     "llama_fp32": Recipe("single_gpu", "text", precision="no"),
     "llama_bf16": Recipe("single_gpu", "text"),
@@ -234,17 +229,14 @@ def run_forked(folder: Path, recipe: Recipe, settings: dict[str, Any], deadline:
 
 def peaks() -> dict[str, int]:
     """Return the most bytes that torch's allocator has given out and reserved."""
-    if not torch.cuda.is_initialized():
-        return {}
-    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return found if torch.cuda.is_initialized() else {}
 
 
 def fork(work: Callable[[], Any], log: Path, deadline: float) -> Any:
     """Return what `work` returns in a process of its own, as JSON; None if it was killed. Its output goes to `log`.
 
-    Raises:
-        RuntimeError: it failed; with its last line.
-        TimeoutError: it took until the deadline, and was killed.
+    Raises a RuntimeError with its last line if it failed, a TimeoutError if it took until the deadline.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     answer = log.with_suffix(".answer")
@@ -297,7 +289,7 @@ class Finding:
 
     def __str__(self) -> str:
         """Return a line for the terminal."""
-        value = f"{self.value:,.0f}" if abs(self.value) >= 1000 else f"{self.value:.3g}"
+        value = f"{self.value:,.0f}" if self.value >= 1000 else f"{self.value:.3g}"
         bounds = ((">=", self.at_least), ("<=", self.at_most))
         asked = "".join(f", asked {sign} {bound:.3g}" for sign, bound in bounds if bound is not None)
         note = f" ({self.note})" if self.note else ""
@@ -306,14 +298,12 @@ class Finding:
 
 @dataclass
 class Bench:
-    """What all rows share."""
+    """What all rows share: the deadline in the seconds of time.monotonic, and what CUDA says of the GPU."""
 
     folder: Path
     deadline: float
-    """Of all rows, in the seconds of time.monotonic."""
     data_dir: Path
     gpu: dict[str, Any]
-    """Its name, memory and so on, as CUDA reports them."""
     is_smoke: bool
     runs: dict[str, Forked] = field(default_factory=dict)
 
@@ -333,7 +323,8 @@ class Bench:
         """Settings of MNIST's CNN on small images, without dropout."""
         source: dict[str, Any] = {"task.source": "digits"}
         if self.is_smoke:
-            source = {"task.data_dir": images(self.folder, 200), "global_batch_size": 8}
+            write_images(self.folder / "few_images", 200)
+            source = {"task.data_dir": self.folder / "few_images", "global_batch_size": 8}
         return {**SETTINGS, "task.dropout": 0, **source}
 
     @cached_property
@@ -360,12 +351,13 @@ class Bench:
 
     @cached_property
     def mnist(self) -> dict[str, Any]:
-        """Settings of MNIST's recipe, of an epoch."""
-        data = self.data_dir if self.has_mnist else images(self.folder, 2000 if self.is_smoke else 60_000)
+        """Settings of MNIST's recipe."""
+        data = self.data_dir if self.has_mnist else self.folder / "images"
+        if not self.has_mnist:
+            write_images(data, 2000 if self.is_smoke else 60_000)
         settings = {"config": PROJECT / "configs" / "mnist_reference.yaml", "task.data_dir": data, "save_every": NEVER}
-        if self.is_smoke:
-            return settings | {"global_batch_size": 8, "log_every": 4, "max_steps": 12}
-        return settings | {"global_batch_size": 64, "log_every": 134, "max_steps": 938}  # a seventh of an epoch
+        smoke = {"global_batch_size": 8, "log_every": 4, "max_steps": 12}
+        return settings | (smoke if self.is_smoke else {"global_batch_size": 64, "log_every": 134})
 
     @cached_property
     def plan(self) -> Plan:
@@ -383,19 +375,10 @@ class Bench:
         return {**self.plan.settings(folder / "data"), "save_every": NEVER, "micro_batch_size": self.plan.micro}
 
 
-def images(folder: Path, count: int) -> Path:
-    """Return a folder with random images instead of MNIST's: `count` for training, 100 for testing."""
-    made = folder / f"images_{count}"
-    if not made.exists():
-        write_images(made, count)
-    return made
-
-
 # ------------------------------------------------------------------------------------------------------ is it right?
 def attention_and_loss(bench: Bench) -> Iterator[Finding]:
     """Of one batch, in bf16: what is off the gradients in fp32, beside what masks and plain cross-entropy are off."""
-    found = bench.run("llama_masks").found
-    what = "varlen attention and chunked loss: error of the gradients in bf16"
+    found, what = bench.run("llama_masks").found, "varlen attention and chunked loss: error of the gradients in bf16"
     note = f"{found['plain']:.1e} with masks and plain cross-entropy"
     yield Finding(what, found["ours"], at_most=1.5 * found["plain"], note=note)
 
@@ -407,8 +390,7 @@ def killed(name: str, bench: Bench) -> Iterator[Finding]:
     resumed = bench.train(f"{name}_killed", recipe)
     assert resumed.found  # it has come to its end
     same = sum(a == b for a, b in zip(resumed.losses, whole.losses, strict=True))
-    what = f"{name}, killed and resumed: losses the same to the last bit"
-    yield Finding(what, same, f"of {STEPS}", at_least=STEPS)
+    yield Finding(f"{name}, killed and resumed: losses equal bit for bit", same, f"of {STEPS}", at_least=STEPS)
 
 
 def check(bench: Bench) -> Iterator[Finding]:
@@ -477,14 +459,10 @@ def beside_the_plan(bench: Bench) -> Iterator[Finding]:
 
 def run_side(bench: Bench, side: Side) -> None:
     """Start it and wait for its end; raise a TimeoutError when the minutes are over."""
-
-    def is_over() -> bool:
-        return side.process is not None and side.process.poll() == 0
-
     with running(side):
         side.start()
-        side.wait(lambda: is_over() or time.monotonic() > bench.deadline)
-        if not is_over():
+        side.wait(lambda: side.process.poll() == 0 or time.monotonic() > bench.deadline)
+        if side.process.poll() != 0:
             raise TimeoutError("no time left")
 
 
@@ -503,32 +481,26 @@ def llama_by_trainer(bench: Bench) -> Iterator[Finding]:
 def mnist_fast(bench: Bench) -> Iterator[Finding]:
     """By the real launcher, as a user starts it. The clock is `seconds` in summary.json: from the first step to the
     end, with warm-up, evaluations, the last checkpoint and the export, without start-up."""
-    settings = bench.mnist | ({} if bench.is_smoke else {"max_steps": "null"}) | {"cuda_graphs": True}
-    command = train_py(settings, "single_gpu", precision="no" if bench.is_smoke else "")
+    command = train_py(bench.mnist | {"cuda_graphs": True}, "single_gpu", precision="no" if bench.is_smoke else "")
     side = Side(command, bench.folder / "mnist14", None)
     run_side(bench, side)
     summary = side.output.summary
     yield Finding("MNIST, 14 epochs with cuda_graphs", summary["seconds"], "s", at_most=10)
     if bench.has_mnist:
         yield Finding("MNIST: accuracy", 100 * summary["eval/accuracy"], "%", at_least=99.1)
-    for what, output in (("recorded", side.output), ("eager", bench.run("mnist_eager"))):
-        batch = bench.mnist["global_batch_size"]
-        each = [1e3 * batch / record["perf/samples_per_second"] for record in output.records[1:]]
-        yield Finding(f"MNIST: a step, {what}", statistics.median(each), "ms")
+    speeds = [record["perf/samples_per_second"] for record in side.output.records[1:]]
+    yield Finding("MNIST: a step", 1e3 * bench.mnist["global_batch_size"] / statistics.median(speeds), "ms")
 
 
 # ----------------------------------------------------------------------------------------------------------- the proof
 class Row(NamedTuple):
-    """What is asked, and what answers it."""
+    """What is asked, and what answers it. The seconds are estimated for an H100, where a run starts within 3 to 6."""
 
     part: str
     title: str
     seconds: int
-    """Which it takes on an H100, by an estimate: a run takes 3 to 6, most of them to make CUDA's context and to load
-    kernels."""
     measure: Callable[[Bench], Iterator[Finding]]
     needs: str = ""
-    """A library that not everybody has installed."""
 
 
 def curve(what: str, seconds: int, name: str, base: str, at_most: float = CURVE, needs: str = "") -> Row:
@@ -589,8 +561,7 @@ def machine() -> dict[str, Any]:
 
 
 def answers(bench: Bench, row: Row) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield what a row finds out, or why it doesn't: for the file, and for the terminal. `is_right` is None where it
-    was left out."""
+    """Yield what a row finds out, or why it doesn't: for the file, and for the terminal."""
     left = bench.deadline - time.monotonic()
     try:
         if row.needs and row.needs not in HIDDEN:

@@ -32,16 +32,11 @@ from src.tasks.text.tokenizing import byte_tokenizer
 
 SEED, WEIGHT_DECAY = 0, 0.01
 LENGTH, BATCH, INTERVAL, ROUNDS = 256, 8, 4, 3
-SHAPE = {
-    "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-}  # fmt: skip
+SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 PEERS = ("trainer", "plain")
 SAVES, STEPS = 5, 20
-LARGE = {
-    "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "num_key_value_heads": 12, "vocab_size": 16_000,
-}  # fmt: skip
+LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+LARGE |= {"vocab_size": 16_000}
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,13 @@ from src.tasks.text.tokenizing import byte_tokenizer
 IS_SHARDED = "ACCELERATE_USE_FSDP" in os.environ
 
 
-def new_llama(shape: dict[str, Any], length: int) -> transformers.LlamaForCausalLM:
+def new_llama(plan: Plan) -> transformers.LlamaForCausalLM:
     """Return one in fp32, on the CPU, without a key-value cache, which of the peers only Trainer would switch off."""
     tokenizer = byte_tokenizer()
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    fields: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": length, **shape, **ids}
+    fields: Any = {"vocab_size": len(tokenizer), "max_position_embeddings": plan.length, **plan.shape, **ids}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(use_cache=False, **fields))
     assert model.config._attn_implementation == "sdpa"
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
     return model
 
 
@@ -51,7 +50,7 @@ class Peer:
         assert torch.cuda.is_available() == plan.is_cuda
         self.passes_per_step = plan.batch // (plan.micro * self.processes)
         transformers.set_seed(SEED)
-        self.model = new_llama(plan.shape, plan.length)
+        self.model = new_llama(plan)
         self.model.model.layers[0].mlp.down_proj.register_forward_hook(self._count)
         self.dataset: Any = [{"input_ids": row, "labels": row} for row in torch.from_numpy(np.load("../sequences.npy"))]
         self.tokens, self.dtype, self.device = 0, torch.float32, "cpu"

@@ -103,7 +103,7 @@ class Side:
     ends: str = LOSS
     every: int = 1
     file: str = "run/metrics.jsonl"
-    process: psutil.Popen | None = None
+    process: Any = None
     seconds: list[float] = field(default_factory=list)  # of its turns
 
     @property
@@ -144,24 +144,17 @@ class Side:
         return self.seconds[-1]
 
     def finish(self) -> None:
-        """Let it come to its end."""
         self.signal(signal.SIGCONT)
         self.wait()
 
     def run(self) -> "Side":
-        """Start it, and wait for its end."""
         with running(self):
             self.start()
             self.wait()
         return self
 
     def wait(self, is_done: Callable[[], bool] | None = None) -> None:
-        """Wait until `is_done`; without it, until the process has ended.
-
-        Raises:
-            RuntimeError: it failed, or ended too early.
-        """
-        assert self.process
+        """Wait until `is_done`; without it, until the process has ended. Raise a RuntimeError if it fails."""
         while True:
             code = self.process.poll()
             if is_done() if is_done else code == 0:

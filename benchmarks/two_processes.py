@@ -43,7 +43,6 @@ from train import run_settings
 
 INTERVAL, ROUNDS, BATCH = 40, 10, 64
 STEPS = INTERVAL * (1 + ROUNDS)
-FSDP_ROUNDS = 10
 LONG, SHARED_TURN, SHARED_ROUNDS = 2048, 2, 7
 
 
@@ -96,12 +95,12 @@ def compare_ddp(folder: Path) -> Comparison:
 
 def compare_fsdp(folder: Path) -> Iterator[Comparison]:
     plan = Plan(SHAPE, LENGTH, SEQUENCES, SEQUENCES // 2, TURN, precision="fp32")
-    write_text(folder, (1 + FSDP_ROUNDS) * TURN * SEQUENCES, LENGTH)
+    write_text(folder, (1 + ROUNDS) * TURN * SEQUENCES, LENGTH)
     under = launch("fsdp", 2, "fp32")
     commands = {"ours": train_py(plan.settings(folder / "data"), "fsdp", 2, "fp32")}
     commands |= {name: [*under, *plan.peer(name, folder)[1:]] for name in PEERS}
     sides = [Side(command, folder / name) for name, command in commands.items()]
-    first, *others = (rate(TURN * SEQUENCES * LENGTH, seconds) for seconds in take_turns(FSDP_ROUNDS, sides))
+    first, *others = (rate(TURN * SEQUENCES * LENGTH, seconds) for seconds in take_turns(ROUNDS, sides))
     for side in sides:
         assert_same(side, sides[0], within=0.01)
     for name, speeds in zip(("Trainer", "Accelerate's loop"), others, strict=True):
