@@ -1,7 +1,8 @@
-"""All benchmarks that a CPU of two cores can run, in one table; benchmarks/gpu.py has the others.
+"""All benchmarks that a CPU of two cores can run, in the table of docs/figures.md; benchmarks/gpu.py has the others.
 
     make bench [ARGS='--data_dir=DIR']       measures (MNIST is downloaded into DIR, `data`, where it is missing)
     make bench-check                         measures, and fails where a ratio is worse than in results.json
+    make bench ARGS=--committed              measures nothing: the table of results.json, as docs/figures.md has it
     python -m benchmarks mnist loop          some of them
     python -m benchmarks --save              also writes each into results.json, for others to be compared with
 
@@ -18,23 +19,20 @@ from pathlib import Path
 from benchmarks.pairs import Comparison, load, save, table
 from benchmarks.runs import PROJECT
 
-QUESTIONS = (
-    *("startup", "loop", "mnist", "language", "chat", "context_parallel", "evaluation", "two_processes"),
-    *("checkpoints", "growth"),
-)
+BENCHMARKS = ("startup", "loop", "mnist", "language", "chat", "evaluation", "two_processes", "streaming")
 RESULTS = Path(__file__).parent / "results.json"
 MARGIN = 0.02
 
 
-def measure(question: str, data_dir: str) -> list[Comparison]:
+def measure(name: str, data_dir: str) -> list[Comparison]:
     """Measure in a process of its own: what one leaves behind must not slow down the next."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", f"benchmarks.{question}", f"--data_dir={data_dir}", f"--save={file}"]
+        command = [sys.executable, "-m", f"benchmarks.{name}", f"--data_dir={data_dir}", f"--save={file}"]
         done = subprocess.run(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            sys.exit(f"benchmarks.{question} ended with exit code {done.returncode}: {done.stdout}")
-        print(f"{question}\n{done.stdout}", flush=True)
+            sys.exit(f"benchmarks.{name} ended with exit code {done.returncode}: {done.stdout}")
+        print(f"{name}\n{done.stdout}", file=sys.stderr, flush=True)
         return load(file)
 
 
@@ -52,25 +50,25 @@ def worse(rows: list[Comparison], committed: dict[str, Comparison]) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("questions", nargs="*", help=", ".join(QUESTIONS))
+    parser.add_argument("names", nargs="*", help=", ".join(BENCHMARKS))
     parser.add_argument("--data_dir", default="data")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--committed", action="store_true")
     chosen = parser.parse_args()
-    questions = chosen.questions or QUESTIONS
     committed = {row.question: row for row in load(RESULTS)}
     measured: list[Comparison] = []
     losses: list[str] = []
-    for question in questions:
-        rows = measure(question, chosen.data_dir)
+    for name in () if chosen.committed else chosen.names or BENCHMARKS:
+        rows = measure(name, chosen.data_dir)
         if chosen.check and (suspected := worse(rows, committed)):
-            print(f"worse: {', '.join(suspected)}: once more", flush=True)
-            rows = measure(question, chosen.data_dir)
-            losses += [line for name, line in worse(rows, committed).items() if name in suspected]
+            print(f"worse: {', '.join(suspected)}: once more", file=sys.stderr, flush=True)
+            rows = measure(name, chosen.data_dir)
+            losses += [line for question, line in worse(rows, committed).items() if question in suspected]
         measured += rows
         if chosen.save:
             save((committed | {row.question: row for row in measured}).values(), RESULTS)
-    print(table(measured))
+    print(table(committed.values() if chosen.committed else measured))
     if losses:
         sys.exit("worse than results.json, beyond the noise:\n" + "\n".join(losses))
 

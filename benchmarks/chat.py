@@ -1,15 +1,13 @@
-"""`make chat` beside a plain loop with peft, transformers' Trainer and TRL's SFTTrainer: speed and memory.
+"""`make chat` beside transformers' Trainer and TRL's SFTTrainer: speed and memory.
 
-    python -m benchmarks.chat [--trl=PYTHON] [--only plain trainer trl trl_kept]
+    python -m benchmarks.chat [--trl=PYTHON]
 
 SmolLM2-135M with LoRA as configs/chat_lora.yaml asks for, in fp32 on two threads. Ours is train.py under `accelerate
 launch`; it computes logits of target tokens alone, the peers those of all. They take turns of a few steps.
 
-- plain: the shortest loop with peft, on the very same packed batches. Asserted: losses within 2%; the batches and the
-  learning rate are the same, the adapters' first values are not.
-- Trainer and SFTTrainer, as their docs have them (chat_peers.py): 8 chats per step, padded to the longest. Ours packs
-  about as many into its 2 sequences of 192 tokens. Real tokens per second, of one epoch of the same chats. Asserted: as
-  many tokens, targets and trained weights, and mean losses within 2%, at a learning rate too small to change them.
+Trainer and SFTTrainer are as their docs have them (chat_peers.py): 8 chats per step, padded to the longest. Ours packs
+about as many into its 2 sequences of 192 tokens. Real tokens per second, of one epoch of the same chats. Asserted: as
+many tokens, targets and trained weights, and mean losses within 2%, at a learning rate too small to change them.
 
 TRL is not among this project's requirements: PYTHON, or else the environment variable TRL_PYTHON, is that of an
 environment that has it. `python -m venv --system-site-packages` makes one, with torch, transformers, peft and trl.
@@ -18,7 +16,6 @@ environment that has it. `python -m venv --system-site-packages` makes one, with
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -26,104 +23,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from peft import LoraConfig, get_peft_model
-from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
-from benchmarks.runs import CORES, NEVER, PROJECT, Side, take_turns, train_py
+from benchmarks.runs import CORES, NEVER, PROJECT, Side, own, take_turns, train_py
 from examples.chat_weights import CHAT
 from examples.weights import find
 from src.config.config import load_config
 from src.tasks import TASKS
 from src.tasks.text.chats import CHATML
 from src.tasks.text.packing import best_fit
-from src.training.batches import epoch_seed
 
-ROUNDS, STEPS = 5, 4
-CHATS = PROJECT / "examples/chats.jsonl"
-SETTINGS: dict[str, Any] = {
-    "config": PROJECT / "configs/chat_lora.yaml",
-    "task.dataset": CHATS,
-    "max_steps": STEPS * (1 + ROUNDS),
-    "eval_every": NEVER,
-    "log_every": STEPS,
-    "optim.schedule": "constant",
-    "optim.warmup_steps": 0,
-}
-LENGTH, SEQUENCES = 192, 2  # tokens of a sequence, sequences per step: chat_lora.yaml's
-PEER_STEPS, LR = 5, 1e-6
-PEERS = {
-    "trainer": "chat packed, Trainer",
-    "trl": "chat packed, SFTTrainer",
-    "trl_kept": "chat packed, SFTTrainer that recomputes nothing",
-}
-
-
-def plain(arguments: list[str]) -> None:
-    """Train as a plain loop does, and print the mean loss of each turn; at the end, the peak memory in bytes."""
-    config: Any = load_config(arguments, TASKS)
-    task, optim = config.task, config.optim
-    train, _ = task.build_datasets()
-    order = task.order(train, np.random.default_rng(epoch_seed(config, 0)), config.global_batch_size)
-    auto: Any = AutoModelForCausalLM
-    base = auto.from_pretrained(task.model, dtype=torch.float32, trust_remote_code=False)
-    targets = task.lora.target_modules or "all-linear"
-    lora = LoraConfig(
-        r=task.lora.r,
-        lora_alpha=task.lora.alpha,
-        target_modules=targets,
-        exclude_modules=task.lora.exclude_modules,
-        task_type="CAUSAL_LM",
-    )
-    model = get_peft_model(base, lora).train()
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = AdamW(weights, lr=optim.lr, weight_decay=optim.weight_decay)
-    losses: list[float] = []
-    for step in range(config.max_steps):
-        batch = order[step * config.global_batch_size :][: config.global_batch_size]
-        parts = [
-            batch[i : i + config.forward_batch_size(1)] for i in range(0, len(batch), config.forward_batch_size(1))
-        ]
-        micro_batches = [task.collate(train.__getitems__(part.tolist())) for part in parts]
-        count, total = sum(task.count(micro_batch)["targets"] for micro_batch in micro_batches), 0.0
-        for micro_batch in micro_batches:
-            inputs = micro_batch["inputs"]
-            labels = torch.full_like(inputs["input_ids"], -100)
-            labels.view(-1)[inputs["index"]] = inputs["targets"]
-            # with a cache, transformers would let packed documents see each other
-            rows = {"input_ids": inputs["input_ids"], "position_ids": inputs["position_ids"], "use_cache": False}
-            loss = model(**rows, labels=labels, shift_labels=labels, num_items_in_batch=count).loss
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(weights, optim.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-        if len(losses) == STEPS:
-            print("loss", sum(losses) / STEPS, flush=True)
-            losses.clear()
-    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-
-
-def compare_plain(model: str, folder: Path) -> list[Comparison]:
-    settings = SETTINGS | {"task.model": model}
-    words = [f"--{setting}={value}" for setting, value in (settings | {"output_dir": "run"}).items()]
-    ours = Side(train_py(settings), folder / "ours", CORES)
-    peer = [sys.executable, "-m", "benchmarks.chat", "plain", *words]
-    theirs = Side(peer, folder / "plain", CORES, ends=r"^loss (\S+)$", file="log")
-    seconds = take_turns(ROUNDS, [ours, theirs])
-    off = drift(ours.values, theirs.values)
-    assert off < 0.02, f"not the same losses: {ours.values}, {theirs.values}"
-    print(f"losses {ours.values} {theirs.values}, seconds {seconds}")
-    peaks = max(ours.summary["peak_memory_bytes"]) / 1e9, float(theirs.log.rsplit("peak ", 1)[1]) / 1e9
-    own_time, peers_time = seconds
-    return [
-        Comparison("chat, plain peft", "s", own_time, peers_time, 1.0, is_gain=True),
-        Comparison("chat memory, plain peft", "GB", [peaks[0]], [peaks[1]], 1.0, is_gain=False),
-    ]
+ROUNDS, STEPS, LR = 5, 5, 1e-6
+LENGTH, SEQUENCES, CHATS = 192, 2, 8  # tokens of a sequence, sequences per step: chat_lora.yaml's; chats of a peer
+CONFIG = PROJECT / "configs/chat_lora.yaml"
+SETTINGS: dict[str, Any] = {"config": CONFIG, "epochs": 1, "max_steps": "null", "eval_every": NEVER}
+SETTINGS |= {"log_every": STEPS, "optim.lr": LR, "optim.schedule": "constant", "optim.warmup_steps": 0}
+PEERS = {"trainer": "Trainer", "trl": "SFTTrainer that recomputes nothing"}
 
 
 def write_chats(model: str, folder: Path) -> tuple[int, int]:
@@ -132,11 +49,11 @@ def write_chats(model: str, folder: Path) -> tuple[int, int]:
     auto: Any = AutoTokenizer
     tokenizer = auto.from_pretrained(model, trust_remote_code=False)
     tokenizer.chat_template = CHATML
-    lines = CHATS.read_text().splitlines()
+    lines = (PROJECT / "examples/chats.jsonl").read_text().splitlines()
     random.Random(0).shuffle(lines)
     chats: list[Any] = [json.loads(line)["messages"] for line in lines]
     lengths = np.array([len(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]) for chat in chats])
-    needed = PEER_STEPS * SEQUENCES * (1 + ROUNDS)
+    needed = STEPS * SEQUENCES * (1 + ROUNDS)
     # the last token of a chat predicts nothing, and is left out
     count = next(n for n in range(len(lengths), 0, -1) if len(best_fit(lengths[:n] - 1, LENGTH)) == needed)
     folder.mkdir()
@@ -145,85 +62,51 @@ def write_chats(model: str, folder: Path) -> tuple[int, int]:
     return count, int(lengths[:count].sum())
 
 
-def compare_packed(model: str, names: list[str], python: str, batch: int, folder: Path) -> list[Comparison]:
-    """Compare with the trainers of other libraries of these names, on the same chats."""
-    count, tokens = write_chats(model, folder / "data")
-    settings = SETTINGS | {
-        "task.model": model,
-        "task.dataset": folder / "data",
-        "epochs": 1,
-        "max_steps": "null",
-        "log_every": PEER_STEPS,
-        "optim.lr": LR,
-    }
-    sides = {"ours": Side(train_py(settings), folder / "ours", CORES)}
-    config: Any = load_config([f"--config={SETTINGS['config']}"], TASKS)
+def peer(name: str, model: str, python: str, folder: Path) -> Side:
+    config: Any = load_config([f"--config={CONFIG}"], TASKS)
     adapters = config.task.lora
     lora = {"r": adapters.r, "lora_alpha": adapters.alpha, "exclude_modules": adapters.exclude_modules}
-    plan = json.dumps({"model": model, "lora": lora, "batch": batch, "lr": LR, "every": PEER_STEPS})
-    for name in names:
-        interpreter = sys.executable if name == "trainer" else python
-        if name != "trainer" and not has_trl(python):
-            print(f"no row for {name}: {python} has no trl (--trl=PYTHON)")
-            continue
-        command = [interpreter, "-m", "benchmarks.chat_peers", name, plan]
-        sides[name] = Side(command, folder / name, CORES, ends=r"^tokens \d+ loss (\S+)$", file="log")
-    seconds = dict(zip(sides, take_turns(ROUNDS, [*sides.values()]), strict=True))
-    ours, *peers = sides.values()
-    speeds = {
-        name: [n / s for n, s in zip(real_tokens(side)[1 : 1 + ROUNDS], seconds[name], strict=True)]
-        for name, side in sides.items()
-    }
-    ours_tokens = sum(real_tokens(ours))
-    assert tokens == round(ours_tokens) + count, f"{ours_tokens} real tokens here, {tokens} in {count} chats"
-    # the same chats with the last token of each, as the others count them
-    speeds["ours"] = [speed * tokens / ours_tokens for speed in speeds["ours"]]
-    loss = statistics.mean(ours.values)
-    padding = statistics.mean(record["perf/padding"] for record in ours.records)
-    print(f"{count} chats, {tokens:,} tokens; ours: loss {loss:.4f}, padding {padding:.1%}", end="")
-    print(f", {max(ours.summary['peak_memory_bytes']) / 1e9:.2f} GB, {statistics.median(speeds['ours']):.0f} tokens/s")
-    rows = []
-    for peer in peers:
-        name, work = peer.folder.name, json.loads(peer.log.rsplit("\nwork ", 1)[1].splitlines()[0])
-        assert work["tokens"] == tokens, work
-        assert work["parameters"] == ours.summary["trained_parameters"], (work, ours.summary)
-        off = drift([work["loss"] / work["targets"]], [loss])
-        print(f"{name}: {work}, loss {work['loss'] / work['targets']:.4f}", end="")
-        print(f", padding {1 - tokens / work['padded_tokens']:.1%}, {statistics.median(speeds[name]):.0f} tokens/s")
-        assert off < 0.02, f"not the same losses: {off}"
-        row = Comparison(PEERS[name], "tokens/s", speeds["ours"], speeds[name], 1.5, is_gain=True, is_speed=True)
-        rows.append(row)
-    return rows
+    lora |= {"target_modules": adapters.target_modules or "all-linear", "task_type": "CAUSAL_LM"}
+    plan = json.dumps({"model": model, "lora": lora, "batch": CHATS, "lr": LR, "every": STEPS})
+    command = [sys.executable if name == "trainer" else python, *own("chat_peers", name, plan)[1:]]
+    return Side(command, folder / name, CORES, ends=r"^tokens \d+ loss (\S+)$", file="log")
 
 
-def real_tokens(side: Side) -> list[float]:
-    """Return those of each turn."""
-    if side.folder.name == "ours":
-        return [PEER_STEPS * SEQUENCES * LENGTH * (1 - record["perf/padding"]) for record in side.records]
-    return [float(line.split()[1]) for line in side.log.splitlines() if line.startswith("tokens ")]
+def per_second(tokens: list[float], side: Side) -> list[float]:
+    """Return the tokens per second of the turns that count."""
+    return [n / s for n, s in zip(tokens[1 : 1 + ROUNDS], side.seconds[1:], strict=True)]
 
 
-def has_trl(python: str) -> bool:
-    return subprocess.run([python, "-c", "import trl"], capture_output=True).returncode == 0
-
-
-def measure(_: Path, folder: Path, trl: str, only: list[str], batch: int) -> list[Comparison]:
+def measure(_: Path, folder: Path, trl: str) -> list[Comparison]:
     name = find(CHAT)
     model = str(PROJECT / name) if (PROJECT / name).exists() else name
-    rows = compare_plain(model, folder / "plain") if "plain" in only else []
-    if names := [name for name in PEERS if name in only]:
-        (folder / "packed").mkdir()
-        rows += compare_packed(model, names, trl, batch, folder / "packed")
+    names = [*PEERS]
+    if subprocess.run([trl, "-c", "import trl"], capture_output=True).returncode:
+        print(f"no row for trl: {trl} does not have it (--trl=PYTHON)", file=sys.stderr)
+        names.remove("trl")
+    count, tokens = write_chats(model, folder / "data")
+    settings = SETTINGS | {"task.model": model, "task.dataset": folder / "data"}
+    ours, peers = Side(train_py(settings), folder / "ours", CORES), [peer(name, model, trl, folder) for name in names]
+    take_turns(ROUNDS, [ours, *peers])
+    real = [STEPS * SEQUENCES * LENGTH * (1 - record["perf/padding"]) for record in ours.output.records]
+    assert tokens == round(sum(real)) + count, f"{sum(real)} real tokens here, {tokens} in {count} chats"
+    # the same chats with the last token of each, as the others count them
+    speeds = per_second([n * tokens / sum(real) for n in real], ours)
+    peak, parameters = (ours.output.summary[name] for name in ("peak_memory_bytes", "trained_parameters"))
+    rows = []
+    for side in peers:
+        question, work = PEERS[side.folder.name], json.loads(side.log.rsplit("\nwork ", 1)[1].splitlines()[0])
+        assert (work["tokens"], work["parameters"]) == (tokens, parameters), work
+        off = drift([work["loss"] / work["targets"]], [statistics.mean(ours.values)])
+        assert off < 0.02, f"not the same losses: {off}"
+        theirs = [float(line.split()[1]) for line in side.log.splitlines() if line.startswith("tokens ")]
+        found = speeds, per_second(theirs, side)
+        rows.append(Comparison(f"chat packed, {question}", "tokens/s", *found, 1.5, is_gain=True))
+        peaks = [max(peak) / 1e9], [work["peak"] / 1e9]
+        rows.append(Comparison(f"chat memory, {question}", "GB", *peaks, 1.0, is_gain=False))
     return rows
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["plain"]:
-        plain(sys.argv[2:])
-    else:
-        options = pairs.parser(__doc__)
-        options.add_argument("--trl", default=os.environ.get("TRL_PYTHON", sys.executable), help="a Python with trl")
-        peers = ["plain", *PEERS]
-        options.add_argument("--only", nargs="+", choices=peers, default=peers, help="what to compare with")
-        options.add_argument("--batch", type=int, default=8, help="chats per step of Trainer and SFTTrainer")
-        pairs.main(measure, options)
+    trl = {"default": os.environ.get("TRL_PYTHON", sys.executable), "help": "a Python with trl"}
+    pairs.main(measure, __doc__, trl=trl)

@@ -1,15 +1,14 @@
 """What a packed `make chat` is compared with: transformers' Trainer and TRL's SFTTrainer, as their docs have them.
 
-    PYTHON -m benchmarks.chat_peers trainer|trl|trl_kept PLAN
+    PYTHON -m benchmarks.chat_peers trainer|trl PLAN
 
-Started in a folder of its own, next to data/train.jsonl; PLAN is a chat.Plan as JSON. It needs torch, transformers,
-datasets and peft, and trl for the last two: nothing of this project. Every `every` steps it prints the real tokens and
-the loss of those steps, and at the end what it did in all.
+Started in a folder of its own, next to data/train.jsonl; PLAN is JSON. It needs torch, transformers, datasets and peft,
+and trl: nothing of this project. Every `every` steps it prints the real tokens and the loss of those steps, and at the
+end what it did in all.
 
-Both have their defaults (8 chats per step, padded to the longest; AdamW; gradients clipped), except for fp32, which
-SFTTrainer would change, and the loss, which only the assistant's turns enter, as here: trl by `assistant_only_loss`,
-Trainer by the mask that `apply_chat_template` returns. SFTTrainer recomputes activations by default (`trl`); `trl_kept`
-keeps them, as Trainer does.
+Both have their defaults (8 chats per step, padded to the longest; AdamW; gradients clipped), except for fp32 and
+recomputed activations, which SFTTrainer would have, and the loss, which only the assistant's turns enter, as here: trl
+by `assistant_only_loss`, Trainer by the mask that `apply_chat_template` returns.
 """
 
 import json
@@ -42,9 +41,7 @@ class Recorder(TrainerCallback):
     """Counts what the model is given and returns, so that no trainer can be wrong about it."""
 
     def __init__(self, every: int) -> None:
-        self.every = every
-        self.total: Counter[str] = Counter()
-        self.interval: Counter[str] = Counter()
+        self.every, self.total, self.interval = every, Counter[str](), Counter[str]()
 
     def watch(self, model: Any) -> None:
         model.register_forward_hook(self._count, with_kwargs=True)
@@ -82,7 +79,7 @@ def train_by_trainer(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recor
 
     model = AutoModelForCausalLM.from_pretrained(plan["model"], dtype=torch.float32, trust_remote_code=False)
     return Trainer(
-        get_peft_model(model, lora(plan)),
+        get_peft_model(model, LoraConfig(**plan["lora"])),
         TrainingArguments(use_cpu=True, **arguments(plan)),
         train_dataset=chats.map(tokenized, remove_columns=chats.column_names),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
@@ -90,50 +87,39 @@ def train_by_trainer(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recor
     )
 
 
-def train_by_trl(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recorder: Recorder, **options: Any) -> Trainer:
-    """Give the chats to SFTTrainer, with its defaults but for `options`."""
+def train_by_trl(plan: dict[str, Any], chats: Dataset, tokenizer: Any, recorder: Recorder) -> Trainer:
+    """Give the chats to SFTTrainer."""
     trl: Any = import_module("trl")  # of another environment
+    options = {"bf16": False, "gradient_checkpointing": False, "assistant_only_loss": True}
     return trl.SFTTrainer(
         plan["model"],
-        trl.SFTConfig(use_cpu=True, bf16=False, assistant_only_loss=True, **arguments(plan), **options),
+        trl.SFTConfig(use_cpu=True, **options, **arguments(plan)),
         train_dataset=chats,
         processing_class=tokenizer,
-        peft_config=lora(plan),
+        peft_config=LoraConfig(**plan["lora"]),
         callbacks=[recorder],
     )
 
 
-def lora(plan: dict[str, Any]) -> LoraConfig:
-    return LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **plan["lora"])
-
-
 def arguments(plan: dict[str, Any]) -> dict[str, Any]:
     """Return those that aren't defaults."""
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    return {
-        "output_dir": "trainer",
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": plan["batch"],
-        "learning_rate": plan["lr"],
-        "lr_scheduler_type": "constant",
-        **quiet,
-    }
+    quiet = {"output_dir": "trainer", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    rate = {"learning_rate": plan["lr"], "lr_scheduler_type": "constant"}
+    return {"num_train_epochs": 1, "per_device_train_batch_size": plan["batch"], **rate, **quiet}
 
 
-def main(name: str, plan: dict[str, Any]) -> None:
+def main(name: str, words: str) -> None:
+    plan = json.loads(words)
     tokenizer = AutoTokenizer.from_pretrained(plan["model"], trust_remote_code=False)
     tokenizer.chat_template = TEMPLATE
     chats: Any = load_dataset("json", data_files="../data/train.jsonl", split="train")
     recorder = Recorder(plan["every"])
-    if name == "trainer":
-        trainer = train_by_trainer(plan, chats, tokenizer, recorder)
-    else:
-        options = {"gradient_checkpointing": False} if name == "trl_kept" else {}
-        trainer = train_by_trl(plan, chats, tokenizer, recorder, **options)
+    train = {"trainer": train_by_trainer, "trl": train_by_trl}[name]
+    trainer = train(plan, chats, tokenizer, recorder)
     recorder.watch(trainer.model)
     trainer.train()
     recorder.tell(trainer.state.global_step)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(*sys.argv[1:])

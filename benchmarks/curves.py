@@ -22,18 +22,12 @@ CURVES: dict[str, tuple[str, int]] = {
 }
 """The yaml and the number of processes of each column."""
 SETTINGS = {
-    "task.name": "causal_lm",
-    "task.dataset": PROJECT / "examples" / "chats.jsonl",
-    "task.sequence_length": 512,
+    "task.name": "causal_lm", "task.dataset": PROJECT / "examples" / "chats.jsonl", "task.sequence_length": 512,
     "task.architecture": "{model_type: llama, hidden_size: 64, intermediate_size: 256, num_hidden_layers: 3,"
     " num_attention_heads: 4, num_key_value_heads: 2}",
-    "global_batch_size": 8,
-    "optim.lr": 3e-3,
-    "max_steps": STEPS,
-    "log_every": 1,
-    "eval_every": NEVER,
-    "save_every": NEVER,
-}
+    "global_batch_size": 8, "optim.lr": 3e-3,
+    "max_steps": STEPS, "log_every": 1, "eval_every": NEVER, "save_every": NEVER,
+}  # fmt: skip
 
 
 def table(curves: dict[str, list[float]]) -> str:
@@ -50,9 +44,7 @@ def main() -> None:
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (yaml, processes) in CURVES.items():
-            side = Side(train_py(SETTINGS, yaml, processes), Path(folder, yaml))
-            side.run()
-            curves[name] = side.values
+            curves[name] = Side(train_py(SETTINGS, yaml, processes), Path(folder, yaml)).run().values
     print(table(curves))
 
 

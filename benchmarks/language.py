@@ -10,13 +10,14 @@ Equal work, each asserted: parameters, steps, tokens, fp32 weights and the preci
 every interval within 1%, which it is only with the same first weights, the same sequences in the same order, and the
 same optimizer: fused AdamW at a constant learning rate, no clipping, no dropout, no decay of vectors. Different: ours
 learns from 256 targets per sequence, the others from 255; ours and Trainer compute the gradients' norm at each step.
+
+Saves: for how long one keeps the loop from training, of a Llama of 100M parameters with AdamW's state (1.3 GB), against
+`accelerator.save_state` of the same. In turn; ours is written in the background, while it trains 20 steps.
 """
 
 import json
 import random
-import re
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,17 +27,16 @@ import numpy as np
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
-from benchmarks.runs import CORES, Side, has_bf16, take_turns, train_py
+from benchmarks.runs import CORES, Side, has_bf16, own, rate, take_turns, train_py
 from src.tasks.text.tokenizing import byte_tokenizer
 
 SEED, WEIGHT_DECAY = 0, 0.01
-STRATEGY = r"strategy .*, (\w+), (\w+) \(.*\)$"
 LENGTH, BATCH, INTERVAL, ROUNDS = 256, 8, 4, 3
-SHAPE = {
-    "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-}  # fmt: skip
+SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 PEERS = ("trainer", "plain")
+SAVES, STEPS = 5, 20
+LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+LARGE |= {"vocab_size": 16_000}
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,13 @@ class Plan:
     def peer(self, name: str, folder: Path) -> list[str]:
         """Return the command of a peer, to be started inside `folder`, where the data are."""
         (folder / "plan.json").write_text(json.dumps(asdict(self)))
-        return [sys.executable, "-m", "benchmarks.language_peers", name]
+        return own("language_peers", name)
 
 
 def write_text(folder: Path, sequences: int, length: int) -> None:
     """Write a text that makes exactly so many sequences, and them as the peers read them: in train.py's order.
 
-    A model can learn its words: a few are frequent, most are rare.
-    """
+    A model can learn its words: a few are frequent, most are rare."""
     source = random.Random(SEED)
     words = ["".join(source.choices("etaoinshrdlu", k=source.randint(1, 8))) for _ in range(1000)]
     size = sequences * length - 1  # a token in front begins it
@@ -95,26 +94,13 @@ def write_text(folder: Path, sequences: int, length: int) -> None:
 
 
 def work(side: Side) -> dict[str, Any]:
-    """Return a side's results."""
+    """Return what a side has done."""
     if (side.folder / "work.json").exists():
         return json.loads((side.folder / "work.json").read_text())
-    last = side.records[-1]
-    parameters, tokens = (told(side, pattern)[0] for pattern in (r"model +([\d,]+) param", r"train +.*tokens ([\d,]+)"))
-    device, precision = told(side, STRATEGY)
-    return {
-        "parameters": int(parameters.replace(",", "")),
-        "steps": last["step"],
-        "tokens": round(last["epoch"] * int(tokens.replace(",", ""))),
-        "device": device,
-        "precision": precision,
-    }
-
-
-def told(side: Side, pattern: str) -> tuple[str, ...]:
-    """Return the groups of a pattern of train.py's start-up summary."""
-    found = re.search(f"^  {pattern}", side.log, re.MULTILINE)
-    assert found, f"{pattern} is not in {side.log[:3000]}"
-    return found.groups()
+    assert all(record["perf/padding"] == 0 for record in side.output.records)
+    summary = side.output.summary
+    own = {name: summary[name] for name in ("parameters", "step", "device", "precision")}
+    return own | {"tokens": round(summary["epoch"] * summary["data"]["train"]["tokens"])}
 
 
 def assert_same(side: Side, first: Side, within: float) -> None:
@@ -129,27 +115,34 @@ def compare(precision: str, ours: dict[str, float], folder: Path) -> Iterator[Co
     plan = Plan(SHAPE, LENGTH, BATCH, BATCH, INTERVAL, precision=precision)
     write_text(folder, (1 + ROUNDS) * INTERVAL * BATCH, LENGTH)
     settings = plan.settings(folder / "data")
-    commands = {own: train_py(settings | {"compile": own == "compiled"}, precision=precision) for own in ours}
+    commands = {name: train_py(settings | {"compile": name == "compiled"}, precision=precision) for name in ours}
     commands |= {name: plan.peer(name, folder) for name in PEERS}
     sides = [Side(command, folder / name, CORES) for name, command in commands.items()]
     turns = take_turns(ROUNDS, sides)
-    assert all(record["perf/padding"] == 0 for record in sides[0].records)
     for side in sides:
         assert_same(side, sides[0], within=0.01)
-    print(f"{precision}, {work(sides[0])}, losses {sides[0].values}")
-    speeds = {name: [INTERVAL * BATCH * LENGTH / s for s in taken] for name, taken in zip(commands, turns, strict=True)}
-    for name, found in speeds.items():
-        print(f"  {name:<9} {statistics.median(found):8,.0f} tokens/s ({min(found):,.0f} to {max(found):,.0f})")
+    speeds = {name: rate(INTERVAL * BATCH * LENGTH, taken) for name, taken in zip(commands, turns, strict=True)}
     best = max(PEERS, key=lambda name: statistics.median(speeds[name]))
-    for own, target in ours.items():
-        question = f"transformer {precision}{' compiled' * (own == 'compiled')}, best peer"
-        yield Comparison(question, "tokens/s", speeds[own], speeds[best], target, is_gain=True, is_speed=True)
+    for name, target in ours.items():
+        question = f"transformer {precision}{' compiled' * (name == 'compiled')}, best peer"
+        yield Comparison(question, "tokens/s", speeds[name], speeds[best], target, is_gain=True)
+
+
+def compare_saves(folder: Path) -> Comparison:
+    write_text(folder, sequences=(SAVES + 2) * STEPS, length=32)
+    plan, pauses = Plan(LARGE, length=32, batch=1), {"ends": r"\(paused ([\d,]+) ms\)", "file": "log"}
+    settings = plan.settings(folder / "data") | {"save_every": STEPS, "max_steps": (SAVES + 2) * STEPS}
+    commands = {"ours": train_py(settings), "saves": plan.peer("saves", folder)}
+    sides = [Side(command, folder / name, **pauses) for name, command in commands.items()]
+    take_turns(SAVES, sides)
+    times = [side.values[1 : 1 + SAVES] for side in sides]
+    return Comparison("pause of a save, Llama of 100M, save_state", "ms", *times, 1, is_gain=False)
 
 
 def measure(_: Path, folder: Path) -> list[Comparison]:
     bf16 = compare("bf16", {"ours": 1.05, "compiled": 1.05}, folder / "bf16") if has_bf16() else ()
-    return [*bf16, *compare("fp32", {"ours": 1.0}, folder / "fp32")]
+    return [*bf16, *compare("fp32", {"ours": 1.0}, folder / "fp32"), compare_saves(folder / "saves")]
 
 
 if __name__ == "__main__":
-    pairs.main(measure, pairs.parser(__doc__))
+    pairs.main(measure, __doc__)

@@ -1,6 +1,6 @@
 """What language models are compared with: the Trainer of transformers, and a plain loop on Accelerate.
 
-    python -m benchmarks.language_peers trainer|plain [several, if a launcher started several processes]
+    python -m benchmarks.language_peers trainer|plain|saves
 
 Started in a folder of its own, next to plan.json and the data. Each writes run/metrics.jsonl as train.py does, with a
 loss and a time per interval, and work.json at the end.
@@ -8,6 +8,7 @@ loss and a time per interval, and work.json at the end.
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -24,18 +25,19 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from benchmarks.language import SEED, WEIGHT_DECAY, Plan
+from benchmarks.language import SAVES, SEED, WEIGHT_DECAY, Plan
 from src.tasks.text.tokenizing import byte_tokenizer
 
+IS_SHARDED = "ACCELERATE_USE_FSDP" in os.environ
 
-def new_llama(shape: dict[str, Any], length: int) -> transformers.LlamaForCausalLM:
+
+def new_llama(plan: Plan) -> transformers.LlamaForCausalLM:
     """Return one in fp32, on the CPU, without a key-value cache, which of the peers only Trainer would switch off."""
     tokenizer = byte_tokenizer()
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    fields: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": length, **shape, **ids}
+    fields: Any = {"vocab_size": len(tokenizer), "max_position_embeddings": plan.length, **plan.shape, **ids}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(use_cache=False, **fields))
     assert model.config._attn_implementation == "sdpa"
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
     return model
 
 
@@ -48,12 +50,10 @@ class Peer:
         assert torch.cuda.is_available() == plan.is_cuda
         self.passes_per_step = plan.batch // (plan.micro * self.processes)
         transformers.set_seed(SEED)
-        self.model = new_llama(plan.shape, plan.length)
+        self.model = new_llama(plan)
         self.model.model.layers[0].mlp.down_proj.register_forward_hook(self._count)
         self.dataset: Any = [{"input_ids": row, "labels": row} for row in torch.from_numpy(np.load("../sequences.npy"))]
-        self.tokens = 0
-        self.dtype = torch.float32
-        self.device = "cpu"
+        self.tokens, self.dtype, self.device = 0, torch.float32, "cpu"
         Path("run").mkdir(exist_ok=True)
 
     def _count(self, module: Any, inputs: Any, output: Tensor) -> None:
@@ -65,24 +65,19 @@ class Peer:
         bytes of the GPU that torch's allocator has given out."""
         if self.plan.is_cuda:
             torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() if self.plan.is_cuda else 0
-        if not self.is_main:
-            return
-        with Path("run/metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"train/loss": loss, "time": time.time(), "peak": peak}) + "\n")
+        line = {"train/loss": loss, "time": time.time(), "peak": torch.cuda.max_memory_allocated()}
+        if self.is_main:
+            with Path("run/metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
     def finish(self, steps: int) -> None:
         """Write work.json. Make sure that the model was sharded if it should have been."""
-        assert all(isinstance(p, DTensor) == is_sharded() for p in self.model.parameters())
-        work = {
-            "parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
-            "steps": steps,
-            "tokens": self.tokens * self.processes,
-            "device": self.device,
-            "precision": {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype],
-        }
+        assert all(isinstance(p, DTensor) == IS_SHARDED for p in self.model.parameters())
+        parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.dtype]
+        work = {"parameters": parameters, "step": steps, "device": self.device, "precision": precision}
         if self.is_main:
-            Path("work.json").write_text(json.dumps(work))
+            Path("work.json").write_text(json.dumps(work | {"tokens": self.tokens * self.processes}))
 
 
 def train_by_trainer(peer: Peer) -> None:
@@ -94,25 +89,13 @@ def train_by_trainer(peer: Peer) -> None:
                 peer.record(float(logs["loss"]))  # rounded to four digits or so
 
     plan = peer.plan
-    arguments = transformers.TrainingArguments(
-        output_dir="trainer",
-        use_cpu=not plan.is_cuda,
-        bf16=plan.precision == "bf16",
-        per_device_train_batch_size=plan.micro,
-        gradient_accumulation_steps=peer.passes_per_step,
-        train_sampling_strategy="sequential",
-        num_train_epochs=1,
-        optim="adamw_torch_fused",
-        learning_rate=plan.lr,
-        weight_decay=WEIGHT_DECAY,
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        logging_steps=plan.interval,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        seed=SEED,
-    )
+    optim = {"optim": "adamw_torch_fused", "learning_rate": plan.lr, "lr_scheduler_type": "constant"}
+    optim |= {"weight_decay": WEIGHT_DECAY, "max_grad_norm": 0}
+    batches = {"per_device_train_batch_size": plan.micro, "gradient_accumulation_steps": peer.passes_per_step}
+    batches |= {"train_sampling_strategy": "sequential", "num_train_epochs": 1, "seed": SEED}
+    quiet = {"logging_steps": plan.interval, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    how: Any = {"use_cpu": not plan.is_cuda, "bf16": plan.precision == "bf16"} | optim | batches | quiet
+    arguments = transformers.TrainingArguments("trainer", **how)
     assert arguments.device.type == ("cuda" if plan.is_cuda else "cpu")
     sharded_on_cpu()  # once more, as finding out the device has made Accelerate forget it
     trainer = transformers.Trainer(peer.model, arguments, train_dataset=peer.dataset, callbacks=[Record()])
@@ -125,13 +108,11 @@ def train_by_plain_loop(peer: Peer) -> None:
     plan, passes = peer.plan, peer.passes_per_step
     mixed = plan.precision.replace("fp32", "no")
     accelerator = Accelerator(cpu=not plan.is_cuda, mixed_precision=mixed, gradient_accumulation_steps=passes)
-    parameters = list(peer.model.parameters())
-    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY}
-    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
-    optimizer: Any = AdamW([matrices, vectors], lr=plan.lr, fused=True)
+    matrices, vectors = ([p for p in peer.model.parameters() if (p.ndim >= 2) == is_matrix] for is_matrix in (1, 0))
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer: Any = AdamW(groups, lr=plan.lr, fused=True)
     loader: Any = DataLoader(peer.dataset, batch_size=plan.micro, pin_memory=plan.is_cuda)
-    model: Any = peer.model
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(peer.model, optimizer, loader)
     model.train()
     scheduler: Any = accelerator.prepare(LambdaLR(optimizer, lambda _: 1.0))
     loss_sum: Any = 0.0
@@ -150,17 +131,26 @@ def train_by_plain_loop(peer: Peer) -> None:
     peer.finish(len(loader) // passes)
 
 
-def is_sharded() -> bool:
-    """Return whether the launcher asks for FSDP."""
-    return "ACCELERATE_USE_FSDP" in os.environ
+def save_states(peer: Peer) -> None:
+    """Take a step, then print the milliseconds that each of some saves takes."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(peer.model, AdamW(peer.model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for _ in range(SAVES + 1):
+        started = time.perf_counter()
+        accelerator.save_state("saved")
+        print(f"(paused {1e3 * (time.perf_counter() - started):.0f} ms)", flush=True)
+        shutil.rmtree("saved")
 
 
 def sharded_on_cpu() -> None:
-    """Let Accelerate shard on a CPU: it only does for what looks like a GPU job."""
-    if is_sharded():
+    """Let Accelerate shard on a CPU where the launcher asks for FSDP: it only does for what looks like a GPU job."""
+    if IS_SHARDED:
         PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 if __name__ == "__main__":
     sharded_on_cpu()
-    {"trainer": train_by_trainer, "plain": train_by_plain_loop}[sys.argv[1]](Peer())
+    {"trainer": train_by_trainer, "plain": train_by_plain_loop, "saves": save_states}[sys.argv[1]](Peer())

@@ -11,7 +11,6 @@ loss over the first turn, within 10%, as their shuffling differs.
 
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison, drift
-from benchmarks.runs import CNN, Side, arguments, take_turns
+from benchmarks.runs import CNN, Side, arguments, ms_per_step, own, take_turns
 from src.tasks import TASKS
 from src.tasks.mnist import Digits, Mnist
 from src.training.run import new_model
@@ -31,6 +30,9 @@ from train import main, run_settings
 BATCH, LOG_EVERY, ROUNDS = 64, 50, 5
 MLP_EXAMPLES = 200 * BATCH
 SETTINGS = CNN | {"task.label_smoothing": 0, "task.dropout": 0, "global_batch_size": BATCH, "log_every": LOG_EVERY}
+
+
+TASKS["mlp"] = "benchmarks.loop:Mlp"
 
 
 class Mlp(Mnist):
@@ -49,9 +51,9 @@ class Mlp(Mnist):
         return examples, Digits(*examples.__getitems__(list(range(BATCH))).values())
 
 
-def by_hand(argv: list[str]) -> None:
+def by_hand(words: list[str]) -> None:
     """Train, and print the mean loss of each 50 steps."""
-    config = run_settings(argv)
+    config = run_settings(words)
     examples: Any = config.task.build_datasets()[0]
     model = new_model(config)[0]  # as train.py has it: the question is the loop
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, fused=True)
@@ -74,36 +76,24 @@ def by_hand(argv: list[str]) -> None:
                 break
 
 
-def compare(question: str, target: float, steps: int, settings: dict[str, Any], folder: Path) -> list[Comparison]:
-    """Return a row for the time that passes, and one for the processor's."""
+def compare(question: str, target: float, steps: int, settings: dict[str, Any], folder: Path) -> Comparison:
     words = arguments(SETTINGS | settings | {"max_steps": (1 + ROUNDS) * steps})
-    script = [sys.executable, "-m", "benchmarks.loop"]
     every = steps // LOG_EVERY
-    ours = Side([*script, "train", *words], folder / "ours", every=every)
-    theirs = Side([*script, "by_hand", *words], folder / "theirs", every=every, ends=r"^loss (.*)$", file="log")
-    take_turns(ROUNDS, (ours, theirs))
+    ours = Side(own("loop", "train", *words), folder / "ours", every=every)
+    theirs = Side(own("loop", "by_hand", *words), folder / "theirs", every=every, ends=r"^loss (.*)$", file="log")
+    times = [ms_per_step(steps, seconds) for seconds in take_turns(ROUNDS, (ours, theirs))]
     losses = [statistics.mean(side.values[:every]) for side in (ours, theirs)]
     assert drift(losses[:1], losses[1:]) < 0.1, losses
-    rows = []
-    for suffix, measured in (("", "seconds"), (", CPU", "cpu_seconds")):
-        # without the first turn, which does not count
-        ours_ms, theirs_ms = ([1000 * s / steps for s in getattr(side, measured)[1:]] for side in (ours, theirs))
-        rows.append(Comparison(f"{question}{suffix}", "ms/step", ours_ms, theirs_ms, target, is_gain=False))
-    return rows
+    return Comparison(question, "ms/step", *times, target, is_gain=False)
 
 
 def measure(data_dir: Path, folder: Path) -> list[Comparison]:
-    epochs = (1 + ROUNDS) * 4000 * BATCH // MLP_EXAMPLES
+    mlp = {"task.name": "mlp", "epochs": (1 + ROUNDS) * 4000 * BATCH // MLP_EXAMPLES}
     return [
-        *compare("loop: MNIST CNN, step", 1.03, 100, {"task.data_dir": data_dir}, folder / "cnn"),
-        *compare("loop: MLP of 0.15 ms, step", 1.1, 4000, {"task.name": "mlp", "epochs": epochs}, folder / "mlp"),
+        compare("loop: MNIST CNN, step", 1.03, 100, {"task.data_dir": data_dir}, folder / "cnn"),
+        compare("loop: MLP of 0.15 ms, step", 1.1, 4000, mlp, folder / "mlp"),
     ]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["train"], ["by_hand"]):
-        TASKS["mlp"] = "benchmarks.loop:Mlp"
-        which = sys.argv.pop(1)
-        main() if which == "train" else by_hand(sys.argv[1:])
-    else:
-        pairs.main(measure, pairs.parser(__doc__))
+    pairs.main(measure, __doc__, {"train": lambda _: main(), "by_hand": by_hand})

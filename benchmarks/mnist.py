@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import pairs
 from benchmarks.pairs import Comparison
-from benchmarks.runs import CORES, PROJECT, Side, has_bf16, running, train_py
+from benchmarks.runs import CORES, PROJECT, Side, has_bf16, own, running, train_py
 from src.tasks.mnist import mnist
 
 STEPS, TESTED = 938, 10_000
@@ -40,10 +40,9 @@ def theirs(data_dir: Path, folder: Path, epochs: int, script: Path | None) -> Si
     """Return their training, by the user's own `script` if there is one; it reads its images from ../data."""
     (folder / "data" / "MNIST").mkdir(parents=True)
     (folder / "data" / "MNIST" / "raw").symlink_to(next(data_dir.rglob("train-images-idx3-ubyte")).parent)
-    by_us = ["-m", "benchmarks.mnist_peer", "../data", str(epochs)]
-    words = [str(script.resolve()), "--no-accel", f"--epochs={epochs}"] if script else by_us
+    by_them = [sys.executable, str(script.resolve()), "--no-accel", f"--epochs={epochs}"] if script else []
     ends = rf"(?:Accuracy|right): (\d+)/{TESTED}"
-    return Side([sys.executable, *words], folder / "theirs", CORES, ends=ends, file="log")
+    return Side(by_them or own("mnist_peer", "../data", epochs), folder / "theirs", CORES, ends=ends, file="log")
 
 
 def ours(data_dir: Path, folder: Path, config: str, precision: str, **settings: Any) -> Side:
@@ -56,8 +55,8 @@ def measure(data_dir: Path, folder: Path, epochs: int, peer: Path | None) -> lis
     precisions = [precision for precision in TARGETS if precision != "bf16" or has_bf16()]
     steps = epochs * STEPS
     their_run = theirs(data_dir, folder, epochs, peer)
-    own = [ours(data_dir, folder / name, "mnist_reference", name, max_steps=steps) for name in precisions]
-    runs = (their_run, *own)
+    recipes = [ours(data_dir, folder / name, "mnist_reference", name, max_steps=steps) for name in precisions]
+    runs = (their_run, *recipes)
     with running(*runs):
         for run in runs:
             begin(run)
@@ -67,14 +66,12 @@ def measure(data_dir: Path, folder: Path, epochs: int, peer: Path | None) -> lis
         for run in runs:
             run.finish()
     reached = [right / TESTED for right in their_run.values]
-    for run, precision in zip(own, precisions, strict=True):
-        last, expected, summary = run.values[-1], reached[-1], run.summary
-        print(f"test accuracy after {epochs} epochs of {precision}: {last:.4f}, theirs {expected:.4f}", flush=True)
-        assert last > expected - (0.001 if epochs == 14 else 0.003)
+    for run, precision in zip(recipes, precisions, strict=True):
+        last, expected, summary = run.values[-1], reached[-1], run.output.summary
+        assert last > expected - (0.001 if epochs == 14 else 0.003), f"{precision}: {last}, theirs {expected}"
         assert (summary["epoch"], summary["step"], summary["precision"]) == (epochs, steps, precision)
         assert summary["parameters"] == 1_199_882
     first = next((i for i, accuracy in enumerate(reached, start=1) if accuracy >= 0.99), epochs)
-    print(f"theirs {'reached' if reached[first - 1] >= 0.99 else 'did not reach'} 99% by epoch {first}")
     times = []
     for seed in range(2):
         fast = ours(data_dir, folder / f"fast-{seed}", "mnist_fast", precisions[0], seed=seed)
@@ -85,14 +82,16 @@ def measure(data_dir: Path, folder: Path, epochs: int, peer: Path | None) -> lis
         times.append(sum(fast.seconds))
     needed = [sum(their_run.seconds[:first])] * len(times)
     rows = [Comparison("MNIST, until 99%", "s", times, needed, 6, is_gain=True)]
-    for run, precision in zip(own, precisions, strict=True):
+    for run, precision in zip(recipes, precisions, strict=True):
         question = f"MNIST, reference recipe, {precision}: epoch"
         rows.append(Comparison(question, "s", run.seconds, their_run.seconds, TARGETS[precision], is_gain=True))
     return rows
 
 
 if __name__ == "__main__":
-    options = pairs.parser(__doc__)
-    options.add_argument("--epochs", type=int, default=5, help="how many of the recipe's 14")
-    options.add_argument("--peer", type=Path, help="your own download of pytorch/examples' mnist/main.py")
-    pairs.main(measure, options)
+    pairs.main(
+        measure,
+        __doc__,
+        epochs={"type": int, "default": 5, "help": "how many of the recipe's 14"},
+        peer={"type": Path, "help": "your own download of pytorch/examples' mnist/main.py"},
+    )

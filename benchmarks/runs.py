@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -23,13 +24,8 @@ from benchmarks.pairs import in_turn
 PROJECT = Path(__file__).resolve().parent.parent
 CORES = 2
 NEVER = 1_000_000_000
-CNN: dict[str, Any] = {
-    "config": PROJECT / "configs" / "mnist.yaml",
-    "task.rotation": 0,
-    "task.shift": 0,
-    "eval_every": NEVER,
-    "save_every": NEVER,
-}
+CNN: dict[str, Any] = {"config": PROJECT / "configs" / "mnist.yaml", "task.rotation": 0, "task.shift": 0}
+CNN |= {"eval_every": NEVER, "save_every": NEVER}
 """The MNIST CNN without augmentation, fp32; neither evaluated nor saved before its end."""
 LOSS = r'"train/loss": ([^,}]+)'
 
@@ -56,6 +52,43 @@ def arguments(settings: dict[str, Any]) -> list[str]:
     return [f"--{name}={value}" for name, value in {"output_dir": "run", "wandb.mode": "disabled", **settings}.items()]
 
 
+def own(name: str, *words: object) -> list[str]:
+    """Return the command of a benchmark's own program: of a module, or of one of its sides, which the words name."""
+    return [sys.executable, "-m", f"benchmarks.{name}", *map(str, words)]
+
+
+def rate(amount: float, seconds: list[float]) -> list[float]:
+    """Return the amount per second of each turn."""
+    return [amount / s for s in seconds]
+
+
+def ms_per_step(steps: int, seconds: list[float]) -> list[float]:
+    return [1000 * s / steps for s in seconds]
+
+
+@dataclass(frozen=True)
+class Output:
+    """The folder that a run of train.py has written."""
+
+    folder: Path
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Those of the training, without evaluations."""
+        lines = (self.folder / "metrics.jsonl").read_text().split("\n")[:-1]  # without one that is half written
+        return [record for record in map(json.loads, lines) if "train/loss" in record]
+
+    @property
+    def losses(self) -> list[float]:
+        """By step; of a step that was repeated after a kill, the last. NaN where it was non-finite."""
+        by_step = {record["step"]: record["train/loss"] for record in self.records}
+        return [math.nan if loss is None else loss for loss in by_step.values()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+
 @dataclass
 class Side:
     """A command in a session of its own, which can be made to compute only while it is its turn.
@@ -70,9 +103,8 @@ class Side:
     ends: str = LOSS
     every: int = 1
     file: str = "run/metrics.jsonl"
-    process: psutil.Popen | None = None
+    process: Any = None
     seconds: list[float] = field(default_factory=list)  # of its turns
-    cpu_seconds: list[float] = field(default_factory=list)  # of its turns, without those of children
 
     @property
     def values(self) -> list[float]:
@@ -84,63 +116,45 @@ class Side:
 
     @property
     def log(self) -> str:
-        """Its output."""
         return (self.folder / "log").read_text(errors="replace")
 
     @property
-    def records(self) -> list[dict[str, Any]]:
-        """Those of the training, without evaluations."""
-        file = self.folder / "run" / "metrics.jsonl"
-        lines = file.read_text().split("\n")[:-1] if file.exists() else []
-        return [record for record in map(json.loads, lines) if "train/loss" in record]
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.folder / "run" / "summary.json").read_text())
+    def output(self) -> Output:
+        return Output(self.folder / "run")
 
     def start(self) -> None:
         env = {n: v for n, v in os.environ.items() if not n.startswith(("WANDB_", "ACCELERATE_", "FSDP_"))}
         gpu = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # with several, Trainer would use them all
-        env["CUDA_VISIBLE_DEVICES"] = gpu if self.threads is None else ""
-        if self.threads:
-            env["OMP_NUM_THREADS"] = str(self.threads)
+        env["CUDA_VISIBLE_DEVICES"] = "" if self.threads else gpu
+        env |= {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(self.folder / "cache"), "PYTHONUNBUFFERED": "1"}
         env |= {"PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), env.get("PYTHONPATH"))))}
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("w") as log:
-            self.process = psutil.Popen(
-                self.command, cwd=self.folder, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            how: dict[str, Any] = {"cwd": self.folder, "env": env, "stdout": log, "stderr": subprocess.STDOUT}
+            self.process = psutil.Popen(self.command, start_new_session=True, **how)
 
     def turn(self) -> float:
         """Let it compute until its turn ends. Return the seconds that took."""
-        assert self.process
-        started, cpu = time.perf_counter(), sum(self.process.cpu_times()[:2])
+        started = time.perf_counter()
         self.signal(signal.SIGCONT)
         self.wait(lambda: len(self.values) >= (1 + len(self.seconds)) * self.every)
         self.signal(signal.SIGSTOP)
         self.seconds.append(time.perf_counter() - started)
-        self.cpu_seconds.append(sum(self.process.cpu_times()[:2]) - cpu)
         return self.seconds[-1]
 
     def finish(self) -> None:
-        """Let it come to its end."""
         self.signal(signal.SIGCONT)
         self.wait()
 
-    def run(self) -> None:
-        """Start it and wait for its end."""
+    def run(self) -> "Side":
         with running(self):
             self.start()
             self.wait()
+        return self
 
     def wait(self, is_done: Callable[[], bool] | None = None) -> None:
-        """Wait until `is_done`; without it, until the process has ended.
-
-        Raises:
-            RuntimeError: it failed, or ended too early.
-        """
-        assert self.process
+        """Wait until `is_done`; without it, until the process has ended. Raise a RuntimeError if it fails."""
         while True:
             code = self.process.poll()
             if is_done() if is_done else code == 0:

@@ -1,6 +1,6 @@
-"""Two processes: train.py against plain DDP, and under FSDP against Accelerate's own loop and transformers' Trainer.
+"""Two processes: train.py against plain DDP, under FSDP against other loops, and with sequences shared by both.
 
-    python -m benchmarks.two_processes [--data_dir=DIR] [--only=ddp|fsdp]
+    python -m benchmarks.two_processes
 
 Two processes of one thread each, on gloo, fp32, in turn.
 
@@ -12,10 +12,13 @@ tells the mean loss. Asserted: the same mean loss of the first turn, within 1e-5
 FSDP: the Llama of benchmarks/language.py, 8 sequences of 256 tokens per step, turns of 4 steps, under fsdp.yaml. The
 peers are language_peers.py's, started under the same yaml and let shard on a CPU as train.py does. Asserted:
 parameters, steps, tokens, and the mean loss of each turn within 1%.
+
+Sequences shared by both processes (fsdp_cp.yaml) against one each (fsdp.yaml): the same Llama, 2 sequences of 2,048
+tokens per step, turns of 2 steps. Each computes as many tokens at once; what is more are two all-to-alls per block,
+forward and backward, through the memory of this machine. Asserted: the same curve.
 """
 
 import math
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +34,7 @@ from benchmarks.language import BATCH as SEQUENCES
 from benchmarks.language import INTERVAL as TURN
 from benchmarks.language import LENGTH, PEERS, SHAPE, Plan, assert_same, write_text
 from benchmarks.pairs import Comparison, drift
-from benchmarks.runs import CNN, Side, arguments, launch, take_turns, train_py, write_images
+from benchmarks.runs import CNN, Side, arguments, launch, ms_per_step, own, rate, take_turns, train_py, write_images
 from src.check.reference import own_indices
 from src.training.batches import fetch_batch
 from src.training.optim import build_optimizers, lr_at, set_lr
@@ -40,22 +43,15 @@ from train import run_settings
 
 INTERVAL, ROUNDS, BATCH = 40, 10, 64
 STEPS = INTERVAL * (1 + ROUNDS)
-FSDP_ROUNDS = 10
+LONG, SHARED_TURN, SHARED_ROUNDS = 2048, 2, 7
 
 
-def plain_ddp(settings: dict[str, Any], folder: Path, processes: int) -> Side:
-    """Return plain DDP, whose turns are intervals."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "benchmarks.two_processes", "by_hand", *arguments(settings)]
-    return Side(command, folder, ends=r"^loss (.*)$", file="log")
-
-
-def by_hand(argv: list[str]) -> None:
+def by_hand(words: list[str]) -> None:
     """Train with plain DDP, as one process of several; print the mean loss of each interval."""
     torch.set_flush_denormal(True)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    config = run_settings(argv)
+    config = run_settings(words)
     examples: Any = config.task.build_datasets()[0]
     model = DistributedDataParallel(new_model(config)[0], gradient_as_bucket_view=True, static_graph=True)
     parameters = list(model.parameters())
@@ -87,40 +83,44 @@ def compare_ddp(folder: Path) -> Comparison:
     settings |= {"global_batch_size": BATCH, "max_steps": STEPS, "log_every": INTERVAL}
     write_images(folder / "data", STEPS * BATCH)
     ours = Side(train_py(settings, "ddp", 2, "fp32"), folder / "ours")
-    theirs = plain_ddp(settings, folder / "theirs", 2)
+    by_torch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*by_torch, *own("two_processes", "by_hand", *arguments(settings))[1:]]
+    theirs = Side(command, folder / "theirs", ends=r"^loss (.*)$", file="log")
     turns = take_turns(ROUNDS, [ours, theirs])
     off = drift(ours.values[:1], theirs.values[:1])
     assert off < 1e-5, f"other losses: {ours.values}, {theirs.values}"
-    ours_ms, theirs_ms = ([1000 * seconds / INTERVAL for seconds in of_side] for of_side in turns)
-    return Comparison("DDP x2: MNIST CNN, plain tuned DDP", "ms/step", ours_ms, theirs_ms, 1, is_gain=True)
+    times = [ms_per_step(INTERVAL, seconds) for seconds in turns]
+    return Comparison("DDP x2: MNIST CNN, plain tuned DDP", "ms/step", *times, 1, is_gain=True)
 
 
 def compare_fsdp(folder: Path) -> Iterator[Comparison]:
     plan = Plan(SHAPE, LENGTH, SEQUENCES, SEQUENCES // 2, TURN, precision="fp32")
-    write_text(folder, (1 + FSDP_ROUNDS) * TURN * SEQUENCES, LENGTH)
+    write_text(folder, (1 + ROUNDS) * TURN * SEQUENCES, LENGTH)
     under = launch("fsdp", 2, "fp32")
     commands = {"ours": train_py(plan.settings(folder / "data"), "fsdp", 2, "fp32")}
     commands |= {name: [*under, *plan.peer(name, folder)[1:]] for name in PEERS}
     sides = [Side(command, folder / name) for name, command in commands.items()]
-    own, *theirs = take_turns(FSDP_ROUNDS, sides)
+    first, *others = (rate(TURN * SEQUENCES * LENGTH, seconds) for seconds in take_turns(ROUNDS, sides))
     for side in sides:
         assert_same(side, sides[0], within=0.01)
-    tokens = TURN * SEQUENCES * LENGTH
-    print(f"losses {sides[0].values}, {statistics.median(own):.3g} s per turn")
-    for name, seconds in zip(("Trainer", "Accelerate's loop"), theirs, strict=True):
-        ours, peer = ([tokens / s for s in of] for of in (own, seconds))
-        yield Comparison(f"FSDP x2: small Llama, {name}", "tokens/s", ours, peer, 1, is_gain=True, is_speed=True)
+    for name, speeds in zip(("Trainer", "Accelerate's loop"), others, strict=True):
+        yield Comparison(f"FSDP x2: small Llama, {name}", "tokens/s", first, speeds, 1, is_gain=True)
 
 
-def measure(_: Path, folder: Path, only: str = "") -> list[Comparison]:
-    rows = [compare_ddp(folder / "ddp")] if only != "fsdp" else []
-    return rows + (list(compare_fsdp(folder / "fsdp")) if only != "ddp" else [])
+def compare_shared(folder: Path) -> Comparison:
+    """Compare a whole sequence for each process with a half of both."""
+    write_text(folder, (1 + SHARED_ROUNDS) * SHARED_TURN * 2, LONG)
+    settings = Plan(SHAPE, LONG, batch=2, interval=SHARED_TURN).settings(folder / "data")
+    yamls = {"fsdp_cp": 2, "fsdp": 1}
+    sides = [Side(train_py(settings | {"micro_batch_size": n}, yaml, 2), folder / yaml) for yaml, n in yamls.items()]
+    times = take_turns(SHARED_ROUNDS, sides)
+    assert_same(*sides, within=1e-5)
+    return Comparison("sequences shared by two processes, FSDP x2", "s", *times, 1.2, is_gain=False)
+
+
+def measure(_: Path, folder: Path) -> list[Comparison]:
+    return [compare_ddp(folder / "ddp"), *compare_fsdp(folder / "fsdp"), compare_shared(folder / "shared")]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["by_hand"]:
-        by_hand(sys.argv[2:])
-    else:
-        options = pairs.parser(__doc__)
-        options.add_argument("--only", choices=("ddp", "fsdp"), default="", help="one of the two")
-        pairs.main(measure, options)
+    pairs.main(measure, __doc__, {"by_hand": by_hand})

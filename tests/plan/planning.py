@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
+import train
 from plan.gpus import find_gpu
 from plan.measure import Setup, environment_for
 from plan.search import explore
@@ -56,17 +59,30 @@ def main() -> None:
     print(json.dumps(rows))
 
 
-def print_megabytes_sent(arguments: list[str]) -> None:
-    """Print the megabytes that the first process of a run on CPUs sends in its first step."""
+def print_held_and_sent(arguments: list[str]) -> None:
+    """Take a step of a run on CPUs; print the bytes that its first process holds, by kind, and that it sends."""
     run = build(run_settings(arguments))
     assert run
+    found, step_if_finite = {}, train.step_if_finite
+
+    def size(tensors: Iterable[Any]) -> int:
+        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+    def recorded(optimizers: Any, norm: Any) -> None:
+        parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        found.update(parameters=size(parameters), gradients=size(p.grad for p in parameters))
+        step_if_finite(optimizers, norm)
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        found["optimizer"] = size(value for state in states for value in state.values())
+
+    train.step_if_finite = recorded
     micro_batches, counts = next(CountedSteps(training_steps(run, 0), StopSignal(run.accelerator, run.config)))
     with Work("cpu", run.world_size) as work:
         train_step(run, micro_batches, counts)
     if run.is_main:
-        print(f"{work.counts['sent within'] / 1e6} MB sent")
+        print(json.dumps(found | {"sent": work.counts["sent within"]}))
     shut_down(run.accelerator)
 
 
 if __name__ == "__main__":
-    print_megabytes_sent(sys.argv[1:])
+    print_held_and_sent(sys.argv[1:])

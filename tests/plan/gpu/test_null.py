@@ -57,7 +57,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("arguments", "processes", "launches"), STEPS)
 def test_a_step_waits_for_and_allocates_nothing(arguments: tuple[str, ...], processes: int, launches: int) -> None:
-    """In the 12th step, with AdamW. Tried with indices copied from memory that is not pinned: a wait for each batch."""
+    """In the 12th step, with AdamW."""
     probe = probed(*arguments, steps=12, processes=processes)
     assert probe.waits() == 0, probe.places
     assert_allocates_nothing(probe, fsdp=processes > 0)
@@ -69,32 +69,30 @@ def test_a_step_waits_for_and_allocates_nothing(arguments: tuple[str, ...], proc
 @of_text
 @pytest.mark.parametrize(("arguments", "processes"), [(EAGER, 0), (FSDP, 8)])
 def test_an_evaluation_does_not_wait_for_each_batch(arguments: tuple[str, ...], processes: int) -> None:
-    """Nor where its size is measured. Tried without output_size in repeat_interleave: one wait for each; with the size
-    measured on pageable memory, and agreed on through NCCL."""
+    """Nor where its size is measured."""
     evaluation = probed(*arguments, steps=12, processes=processes).evaluation
     assert sum(evaluation.get(kind, 0) for kind in ("sync_stream", "sync_device")) == 0
 
 
 @of_text
-def test_offloaded_parameters_wait_to_be_told_whether_the_step_is_left_out() -> None:
-    """And for the factor that clips them, without which there are two waits, not three. Tried without the copy in
-    step_if_finite: it is read too early."""
+def test_offload_waits_for_whether_a_step_is_skipped() -> None:
+    """And for the factor that clips them, without which there are two waits, not three."""
     probe = steps_of(*EAGER, processes=1, FSDP_OFFLOAD_PARAMS="true")
     assert probe.places["sync_stream src/training/gradients.py"] == 3
 
 
 @of_text
-def test_fsdp_exchanges_each_shard_as_often_as_its_strategy_says() -> None:
+def test_fsdp_exchanges_each_shard_as_often_as_its_strategy_has_it() -> None:
     """Parameters in bf16, gathered again for backward but for the last block; gradients in fp32; their norm."""
     counts = {name: n for name, n in probed(*FSDP, steps=12, processes=8).kernels.items() if name.startswith("nccl")}
-    block, ends = 64 * 64 * 4 + 3 * 64 * 128 + 2 * 64, 258 * 64
+    block = 64 * 64 * 4 + 3 * 64 * 128 + 2 * 64
     gathered, reduced = "ncclAllGather {} bytes", "ncclReduceScatter {} bytes"
     rows = -(-258 // 8) * 64  # FSDP pads the vocabulary to a multiple of the processes
     assert counts == {
         gathered.format(block // 8 * 2): 4, gathered.format(rows * 2): 3, gathered.format(64 // 8 * 2): 1,
         reduced.format(block // 8 * 4): 2, reduced.format(rows * 4): 2, reduced.format(64 // 8 * 4): 1,
         "ncclAllReduce 8 bytes": 1,
-    }, (counts, ends)  # fmt: skip
+    }, (counts)  # fmt: skip
 
 
 @of_text
@@ -119,19 +117,20 @@ def test_fp8_computes_in_fp8() -> None:
 
 
 @of_text
-def test_the_table_of_peaks() -> None:
-    """docs/transformers.md, by torch's own allocator, within a hundredth; its 8B is in tests/plan/test_plan.py."""
+def test_the_page_on_transformers_has_the_peaks_of_memory() -> None:
+    """By torch's own allocator, within a hundredth."""
     page = (PROJECT / "docs/transformers.md").read_text()
     (cells,) = re.findall(r"^\| 1.1B, one GPU \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     probe = steps_of(*llama(4096, 4, TINYLLAMA), steps=3)
     assert [probe.peak, probe.reserved] == pytest.approx([float(cell) for cell in cells], rel=0.01)
 
 
-def test_another_torch_or_cuda_is_one_line_and_no_segmentation_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_null_gpu_refuses_another_torch_or_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its structs may have another shape: torch 2.11 crashed where they were those of triton's headers, CUDA 12.8."""
+    serves = "the null GPU serves torch 2.11 to 2.15, and this is"
     for name, value, says in (
-        ("torch.__version__", "2.10.0+cu130", "the null GPU serves torch 2.11 to 2.15, and this is 2.10.0+cu130"),
-        ("torch.__version__", "2.16.0", "the null GPU serves torch 2.11 to 2.15, and this is 2.16.0"),
+        ("torch.__version__", "2.10.0+cu130", f"{serves} 2.10.0+cu130"),
+        ("torch.__version__", "2.16.0", f"{serves} 2.16.0"),
         ("plan.null_gpu.CUDA", "12.8", "the null GPU stands for CUDA 13, and this torch is built for 12.8"),
     ):
         with monkeypatch.context() as patch:
