@@ -13,9 +13,9 @@ from src.config.groups import Optim
 from src.training.muon import build_muon
 
 OPTIMIZERS: dict[str, Callable[[Optim, nn.Module], list[Optimizer]]] = {
+    # by names in the settings, functions that build optimizers of some parameters: adamw gets the others
     "muon": build_muon,
 }
-"""By their names in the settings, functions that build optimizers of some parameters; adamw gets the others."""
 
 
 def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
