@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import boto3
 import datasets
 import fsspec
 import pyarrow as pa
@@ -30,7 +29,6 @@ from src.tasks.text import files
 from src.tasks.text.files import find_files
 from src.tasks.text.rows import BLOCK
 from src.tasks.text.tokenizing import CHUNK_FEATURES
-from src.tools.evaluate import _with_settings
 from src.training.workers import load_in_workers
 from tests.launching import PROJECT, mistakes
 from tests.s3 import S3FileSystem, s3_bucket
@@ -264,13 +262,6 @@ def test_a_dataset_of_the_hub_is_streamed_from_its_files(monkeypatch: pytest.Mon
     assert refusal(task.build_datasets).startswith("a/more.txt: cannot be streamed: ")
 
 
-def test_a_model_of_a_mixture_is_evaluated_on_all_rows_of_other_data() -> None:
-    write({"a.jsonl": ROWS[:9], "b.jsonl": ROWS})
-    mixture = "--task.sources=[{dataset: a.jsonl}, {dataset: a.jsonl}]"
-    config = run_settings(["--task.name=streamed_lm", "--task.sequence_length=64", *tiny.NEW_LLAMA, mixture])
-    assert sorted(evaluated(_with_settings(config, ["--task.dataset=b.jsonl"]).task)) == sorted(TEXTS)
-
-
 # ------------------------------------------------------------------------------------------------- while it is trained
 def first_rows(source: Source) -> list[str]:
     return [record.row["text"] for record in read_block(source[0], ["text"])[:3]]
@@ -366,15 +357,3 @@ def test_s3_has_the_rows_of_a_disk_in_their_order_though_calls_fail(
     S3FileSystem.clear_instance_cache()
     assert seen(bucket) == calm
     assert waited
-
-
-def test_s3_objects_that_changed_are_gone_or_never_were_are_named(bucket: str, waited: list[float]) -> None:
-    (url,) = (url for url in find_files(bucket) if url.endswith("y.jsonl"))
-    source, client = Source(find_files(url), 40, {}), boto3.client("s3")
-    client.put_object(Bucket="bucket", Key="data/deep/y.jsonl", Body=FILES["data/deep/y.jsonl"].upper())
-    assert refusal(lambda: first_rows(source)).startswith(f"{url} has changed or disappeared")
-    client.delete_object(Bucket="bucket", Key="data/deep/y.jsonl")
-    assert refusal(lambda: first_rows(source)).startswith(f"{url} has changed or disappeared")
-    assert refusal(lambda: find_files("s3://bucket/nowhere")).endswith(".tsv, .parquet")
-    assert "bucket does not exist" in refusal(lambda: find_files("s3://nowhere/data"))
-    assert waited == []

@@ -79,13 +79,6 @@ def test_the_curve_under_context_parallelism_is_that_of_one_process(
     assert_same_curve(run, task, whole, rounding)
 
 
-def test_the_start_shows_which_processes_share_sequences(trained: Trained) -> None:
-    run = trained("lm", "fsdp_cp", **over(2, 2))
-    assert "  strategy   fsdp_cp2, 4 processes on gloo, cpu, fp32 (" in run.stdout
-    assert "  batch      8 = 2 per micro-batch x 2 groups of 2 processes x 2 accumulated\n" in run.stdout
-    assert "sdpa attention, across 2 processes" in run.stdout
-
-
 ONE: tuple[str, dict[str, Any]] = ("alone", {})
 DDP, FSDP = ("ddp", {"processes": 2}), ("fsdp", {"processes": 4})
 CP, GROUPS = ("fsdp_cp", TWO), ("fsdp_cp", over(2, 2))

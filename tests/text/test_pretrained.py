@@ -25,7 +25,6 @@ from src.config.errors import UserError
 from src.distributed.accelerator import RunSetup, build_accelerator
 from src.tasks import TASKS
 from src.tasks.base import TaskState, Tensors
-from src.tasks.text.load import load_exported
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.training.run import begin_task, prepare_model
@@ -215,23 +214,28 @@ def test_weights_that_are_not_used_are_noted(folder: Path, tmp_path: Path) -> No
         assert remark.startswith(f"{task.model} has weights that are not used: {names}")
 
 
-def test_what_was_fp8_is_exported_as_plain_weights(folder: Path, tmp_path: Path) -> None:
-    task = decoder(folder / "fp8")
+@pytest.mark.parametrize(
+    ("name", "lora", "place", "within"),
+    [
+        ("fp8", {}, "", 0.0),
+        ("tied but for its head", {}, "", 0.0),
+        ("4 bits", {"r": 2, "merge": True}, "merged", 2**-8),  # what 4 bits stand for is rounded to bf16
+    ],
+)
+def test_the_export_has_the_loss_of_what_was_loaded(
+    folder: Path, tmp_path: Path, name: str, lora: dict[str, Any], place: str, within: float
+) -> None:
+    """Whatever the config said of its weights, they are plain, and the head is not tied to other ones."""
+    dtype = torch.bfloat16 if lora else torch.float32
+    task = decoder(folder / name, lora=lora).bind(TaskState(dtype=dtype))
     model = task.build_model()
     task.export(model, model.state_dict(), tmp_path)
-    assert "quantization_config" not in (tmp_path / "config.json").read_text()
-    assert plain_loss(tmp_path) == plain_loss(folder / "fp8")
-
-
-def test_adapters_of_a_model_in_4_bits_are_merged_in_bf16(folder: Path, tmp_path: Path) -> None:
-    task = decoder(folder / "4 bits", lora={"r": 2, "merge": True}).bind(TaskState(dtype=torch.bfloat16))
-    model = task.build_model()
-    assert task.state.optimizations[-1] == "frozen weights in nf4"
-    assert {layer.compute_dtype for layer in model.modules() if hasattr(layer, "compute_dtype")} == {torch.bfloat16}
-    task.export(model, model.state_dict(), tmp_path)
-    assert "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
-    # new adapters change nothing, and what 4 bits stand for is rounded to bf16
-    assert plain_loss(tmp_path / "merged") == pytest.approx(plain_loss(folder / "4 bits"), rel=2**-8)
+    config = json.loads((tmp_path / place / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert not config["tie_word_embeddings"]
+    assert plain_loss(tmp_path / place) == pytest.approx(plain_loss(folder / name), rel=within, abs=0)
+    compute_dtypes = {layer.compute_dtype for layer in model.modules() if hasattr(layer, "compute_dtype")}
+    assert compute_dtypes == ({torch.bfloat16} if lora else set())
 
 
 @pytest.mark.parametrize(
@@ -245,16 +249,6 @@ def test_another_quantization_than_the_files_is_refused(folder: Path, name: str,
     task = decoder(folder / name, lora={"r": 2, "base_dtype": base_dtype})
     with pytest.raises(UserError, match=f"^task.model={folder / name}: {reason}"):
         task.bind(TaskState(dtype=torch.bfloat16)).build_model()
-
-
-def test_a_head_that_the_files_have_is_not_tied_in_the_export(folder: Path, tmp_path: Path) -> None:
-    """Whatever the config said: other programs believe it."""
-    task = decoder(folder / "tied but for its head")
-    model = task.build_model()
-    task.export(model, model.state_dict(), tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
-    assert plain_loss(tmp_path) == plain_loss(folder / "tied but for its head")
-    assert load_exported(folder / "tied but for its head").config.tie_word_embeddings is False  # new rows would be tied
 
 
 # ----------------------------------------------------------------------------------------------------- in the processes

@@ -20,13 +20,11 @@ from src.tasks.base import TaskState
 from src.tasks.text.load import load_exported
 from src.training.optim import build_optimizers
 from tests.faults.runs import cut_back, whole_tensors
-from tests.launching import Launch, Run, slow
+from tests.launching import Launch, slow
 from tests.text import tiny
 from tests.text.conftest import Trained
 from tests.text.tasks import SMOLLM2, TEXT
 
-A_PEAK = "import src.tracking.performance; src.tracking.performance.peak_flops = lambda name, precision: 1e12"
-"""Gives the CPU a peak, as perf/mfu is a fraction of it."""
 BF16: Any = {"launcher_arguments": ("--mixed_precision=bf16",)}
 IN_4_BITS = "lm in 4 bits"
 auto: Any = AutoModelForCausalLM
@@ -41,26 +39,18 @@ def test_a_compiled_model_has_the_same_curve(trained: Trained) -> None:
     assert run.losses == pytest.approx(trained("lm").losses[:2], rel=1e-5)
 
 
-def operations(run: Run) -> float:
-    """Return the operations of the last step, by perf/mfu."""
-    record = next(record for record in run.records if "perf/mfu" in record)
-    seconds = sum(record.get(f"perf/{name}_seconds", 0.0) for name in ("data", "compute", "waiting"))
-    return record["perf/mfu"] * seconds * run.summary["num_processes"]
-
-
-def test_packed_or_not_the_loss_and_the_operations_are_the_same(trained: Trained) -> None:
+def test_packed_or_not_the_curve_is_the_same(trained: Trained) -> None:
     """Each step takes all 107 documents, so that one of two processes ends with a dummy batch. From scratch, each
     process builds the whole model first, which is logged."""
     steps = ("--global_batch_size=212", "--micro_batch_size=53", "--max_steps=2", "--log_every=2")
     steps += ("--task.eval_fraction=0.11",)
-    packed = trained("scratch", "alone", *steps, before=A_PEAK)
-    apart = trained("scratch", "fsdp", *steps, "--task.packing=false", before=A_PEAK)
+    packed = trained("scratch", "alone", *steps)
+    apart = trained("scratch", "fsdp", *steps, "--task.packing=false")
     assert packed.losses == pytest.approx(apart.losses, rel=1e-5)
     for name in ("eval/loss", "eval/accuracy"):
         assert packed.summary[name] == pytest.approx(apart.summary[name], rel=1e-5)
     sequences, documents = (run.summary["data"]["train"]["sequences"] for run in (packed, apart))
     assert sequences < documents / 2
-    assert operations(apart) == pytest.approx(operations(packed))
     assert apart.summary["built_whole"]
     assert "each process built the whole model first" in apart.stdout
 
@@ -100,15 +90,12 @@ def test_fp8_trains_and_exports_fp32_weights(trained: Trained, models: Path) -> 
         assert 0 < (weight - before[name]).norm() < 0.1 * before[name].norm()
 
 
-def test_adapters_on_bf16_weights_train_as_on_one_process(trained: Trained, models: Path) -> None:
+def test_adapters_on_bf16_weights_train_as_on_one_process(trained: Trained) -> None:
     arguments = ("--task.lora.base_dtype=bf16", "--optim.lr=1e-2", "--max_steps=6")
     one, two = (trained("lm with adapters", yaml, *arguments, **BF16) for yaml in ("alone", "fsdp"))
     assert two.losses == pytest.approx(one.losses, rel=torch.finfo(torch.bfloat16).eps / 2)
-    expected, merged = (load_file(run.folder / "model/merged/model.safetensors") for run in (one, two))
-    before = load_file(models / "llama/model.safetensors")
-    for name, weight in merged.items():
-        assert weight.dtype == torch.bfloat16
-        assert (weight - expected[name]).norm() <= 0.02 * (expected[name] - before[name]).norm() + 1e-2, name
+    merged = load_file(two.folder / "model/merged/model.safetensors")
+    assert {weight.dtype for weight in merged.values()} == {torch.bfloat16}
 
 
 # ------------------------------------------------------------------------------------------------------------ exports
@@ -158,7 +145,9 @@ def test_an_exported_classifier_knows_its_labels(trained: Trained, made: Path, k
     run = trained(kind, "fsdp")
     classify: Any = pipeline("text-classification", str(run.folder / "model"), top_k=None)
     rows = [line.split("\t") for line in (made / "reviews" / "dev.tsv").read_text().splitlines()[1:]]
-    losses = [-math.log(found["score"]) for text, label in rows for found in classify([text])[0] if found["label"] == label]
+    losses = [
+        -math.log(found["score"]) for text, label in rows for found in classify([text])[0] if found["label"] == label
+    ]
     assert run.summary["eval/examples"] == len(losses) == 37
     assert sum(losses) / len(rows) == pytest.approx(run.summary["eval/loss"], rel=1e-5)
 
@@ -195,25 +184,15 @@ def test_weights_in_4_bits_take_at_most_0_6_bytes_each(tmp_path: Path) -> None:
 
 
 def test_the_loss_over_4_bits_is_within_5_percent_of_bf16s(trained: Trained) -> None:
+    """Adapters alone are saved and exported."""
     bf16, nf4 = trained(IN_4_BITS, "alone", "--task.lora.base_dtype=bf16"), trained(IN_4_BITS)
     assert nf4.losses != bf16.losses
     assert len(nf4.losses) == 50
     assert nf4.losses[-1] == pytest.approx(bf16.losses[-1], rel=0.05)
     assert nf4.losses[-1] < nf4.losses[0] - 0.5
     assert "frozen weights in nf4" in nf4.stdout
-
-
-def test_over_4_bits_adapters_alone_are_saved_and_the_merged_is_dense(trained: Trained, models: Path) -> None:
-    folder = trained(IN_4_BITS).folder
-    assert all(".lora_" in name for name in whole_tensors(folder / "checkpoints/step_00000050"))
-    assert all(".lora_" in name for name in load_file(folder / "model/adapter_model.safetensors"))
-    quantized = in_4_bits(models / "spread").load_export(folder / "model").lm
-    merged = auto.from_pretrained(folder / "model/merged", dtype=torch.float32)
-    with torch.no_grad():
-        expected, found = (model(input_ids=torch.arange(32)[None]).logits for model in (quantized, merged))
-    # both are rounded to bf16, of 8 bits, in a dozen places
-    assert (found - expected).norm() < 0.05 * expected.norm()
-    assert not any("absmax" in name for name in merged.state_dict())
+    assert all(".lora_" in name for name in whole_tensors(nf4.folder / "checkpoints/step_00000050"))
+    assert all(".lora_" in name for name in load_file(nf4.folder / "model/adapter_model.safetensors"))
 
 
 def test_4_bits_are_refused_in_fp32_under_fsdp_or_without_bitsandbytes(
