@@ -123,7 +123,8 @@ BEFORE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         for kind in ("csv", "tsv", "json", "txt")
     },
     "a chat": (
-        {"a/x.jsonl": [{"messages": CHAT}] * 9 + [{"messages": []}] * 9}, {}, f"a/x.jsonl, line 10: messages *; {HINT}",
+        {"a/x.jsonl": [{"messages": CHAT}] * 9 + [{"messages": []}] + [{"messages": CHAT}] * 9}, {},
+        f"a/x.jsonl, line 10: messages is not a list of messages, *; {HINT}",
     ),
     "nothing but bad rows": (
         {"a/x.jsonl": [{"text": None}] * 60 + ROWS[:6]}, {"bad_rows": "skip", "text_column": "text"},
