@@ -140,7 +140,7 @@ def compare(accelerator: Accelerator, folder: str, lora: dict[str, Any]) -> None
     model = prepare(accelerator, model)
     fill(model, accelerator.device)
     expected = dict(whole.named_parameters(remove_duplicate=False))
-    found = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         assert torch.equal(parameter.full_tensor(), expected[name]), name

@@ -216,8 +216,8 @@ def test_4_bits_are_refused_in_fp32_under_fsdp_or_without_bitsandbytes(
 def test_only_the_rows_of_new_tokens_are_trained(trained: Trained, models: Path, name: str, base: str) -> None:
     folder = trained(name, "fsdp").folder / "model"
     before, merged = (auto.from_pretrained(where, dtype=torch.float32) for where in (models / base, folder / "merged"))
-    for get in (PreTrainedModel.get_input_embeddings, PreTrainedModel.get_output_embeddings):
-        old, new = get(before).weight, get(merged).weight
+    for layer in ("get_input_embeddings", "get_output_embeddings"):
+        old, new = (getattr(model, layer)().weight for model in (before, merged))
         number = len(old)
         assert torch.equal(new[:number], old)
         assert len(new) == number + 2
