@@ -2,13 +2,19 @@
 numbers of one process, under any strategy before and after; decoders that cannot share them are refused."""
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed
 from transformers import CONFIG_MAPPING
 
 from src.config.errors import UserError
+from src.tasks.base import ContextParallel
+from src.tasks.text.attention import document_attention, document_lengths
+from src.tasks.text.context_parallel import ulysses_attention
 from src.tasks.text.trial import require_splittable
 from tests.core.test_parity import assert_same_curve
 from tests.faults.runs import assert_same_run, cut_back
@@ -57,7 +63,6 @@ CURVES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "windows": ("scratch", TWO, WINDOWS, "fsdp_cp2"),
     "windows, not packed": ("scratch", over(1, 4), (*WINDOWS, *UNPACKED), "fsdp_cp4"),
     "windows in some layers": ("scratch", TWO, new("gemma3_text"), "fsdp_cp2"),
-    "values of another size than keys": ("scratch", TWO, new("deepseek_v3", **FEW, **LATENT), "fsdp_cp2"),
     "12 heads, 3 for keys, three": ("scratch", over(1, 3), heads(12, 3), "fsdp_cp3"),
     "12 heads, 3 for keys, four": ("scratch", over(1, 4), heads(12, 3), "fsdp_cp4"),
     "9 heads, 3 for keys, two": ("scratch", TWO, heads(9, 3), "fsdp_cp2"),
@@ -138,3 +143,16 @@ def test_decoders_that_mix_tokens_outside_attention_are_refused(
     with pytest.raises(UserError) as error:
         require_splittable(config, packing)
     assert str(error.value).startswith(f"{kind}: processes cannot split its sequences (cp_size): {reason}")
+
+
+def test_values_may_be_of_another_size_than_keys() -> None:
+    """Multi-head latent attention has such."""
+    query, key, value = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 24)
+    lengths = document_lengths([3, 11, 16])
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    alone = ContextParallel(0, 1, distributed.group.WORLD.group_name)  # type: ignore[union-attr]
+    attentions: tuple[Any, Any] = (document_attention, partial(ulysses_attention, alone))
+    options = {"is_varlen": False, **lengths}
+    outputs = [attention(torch.nn.Module(), query, key, value, None, **options)[0] for attention in attentions]
+    distributed.destroy_process_group()
+    torch.testing.assert_close(*outputs, rtol=0, atol=0)
