@@ -70,7 +70,7 @@ def table(draw: random.Random, seed: int, delimiter: str) -> bytes:
         if draw.random() < 0.1:
             lines.append(draw.choice(["", "", " "]))
     if draw.random() < 0.2:  # a stray quote, which may swallow rows, or stay open
-        place = draw.randrange(1, len(lines))
+        place = draw.choice([draw.randrange(1, len(lines)), len(lines) - 1])
         head, _, tail = lines[place].rpartition(delimiter)
         mark = draw.choice(['"', 'a"b', '"a"b'])
         lines[place] = draw.choice([mark + lines[place], f"{head}{delimiter}{mark}{tail}"])
