@@ -71,7 +71,7 @@ def transformed(model: torch.nn.Module, **settings: bool) -> None:
     """Transform a model in place as train.py does."""
     off = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False}
     config: Any = SimpleNamespace(**(off | settings), forward_batch_size=lambda processes: 1)
-    transform(model, config, SimpleNamespace(num_processes=1, torch_device_mesh=None))  # type: ignore[arg-type]
+    transform(model, config, SimpleNamespace(num_processes=1, torch_device_mesh=None))
 
 
 # -------------------------------------------------------------------------------------------------- loss and memory

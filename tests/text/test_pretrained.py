@@ -201,7 +201,8 @@ def test_weights_that_are_not_used_are_noted(folder: Path, tmp_path: Path) -> No
               "image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32,
               "projector_output_dim": 32}  # fmt: skip
     sizes: Any = {"text_config": text | {"bos_token_id": None, "eos_token_id": None}, "vision_config": vision}
-    Llama4ForConditionalGeneration(AutoConfig.for_model("llama4", **sizes)).save_pretrained(tmp_path / "llama4")
+    config: Any = AutoConfig.for_model("llama4", **sizes)
+    Llama4ForConditionalGeneration(config).save_pretrained(tmp_path / "llama4")
     byte_tokenizer().save_pretrained(tmp_path / "llama4")
     classifier = tiny.task(TextClassification, dataset="team/none", model=str(folder / "llama"))
     classifier.state.data["labels"] = ["a", "b"]

@@ -42,8 +42,13 @@ def test_a_compiled_model_has_the_same_curve(trained: Trained) -> None:
 def test_packed_or_not_the_curve_is_the_same(trained: Trained) -> None:
     """Each step takes all 107 documents, so that one of two processes ends with a dummy batch. From scratch, each
     process builds the whole model first, which is logged."""
-    steps = ("--global_batch_size=212", "--micro_batch_size=53", "--max_steps=2", "--log_every=2")
-    steps += ("--task.eval_fraction=0.11",)
+    steps = (
+        "--task.eval_fraction=0.11",
+        "--global_batch_size=212",
+        "--micro_batch_size=53",
+        "--max_steps=2",
+        "--log_every=2",
+    )
     packed = trained("scratch", "alone", *steps)
     apart = trained("scratch", "fsdp", *steps, "--task.packing=false")
     assert packed.losses == pytest.approx(apart.losses, rel=1e-5)
