@@ -1,5 +1,5 @@
-"""A pretrained model has the loss that transformers gives it, on one process, under DDP and under FSDP; or all of them
-refuse it in the same line.
+"""A pretrained model of any of 16 kinds, however it is stored, has the loss that transformers gives it, on one process,
+under DDP and FSDP; or all of them refuse it in the same line.
 
 The processes that are compared are started under an accelerate yaml with this file as their script.
 """
@@ -17,13 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    Llama4ForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Llama4ForConditionalGeneration
 from transformers.utils.quantization_config import Mxfp4Config
 
 from src.config.config import config_from
@@ -31,19 +25,17 @@ from src.config.errors import UserError
 from src.distributed.accelerator import RunSetup, build_accelerator
 from src.tasks import TASKS
 from src.tasks.base import TaskState, Tensors
-from src.tasks.text.load import load_exported
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.training.run import begin_task, prepare_model
 from src.training.state import ResumePoint
 from tests.launching import Launch
 from tests.text import tiny
-from tests.text.tiny import LLAMA
 
 Change = Callable[[Tensors], Tensors]
 TOKENS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
 """A row for each of two processes."""
-WIDE = LLAMA | {"initializer_range": 0.1}  # so that a loss shows what the weights are
+WIDE = tiny.LLAMA | {"initializer_range": 0.1}  # so that a loss shows what the weights are
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", WIDE),
@@ -60,27 +52,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "post-norms": ("olmo2", WIDE),
     "rotated in part": ("glm", WIDE | {"head_dim": 8}),
     "without positions": ("smollm3", WIDE),
-    "parallel": ("gpt_neox", {n: v for n, v in WIDE.items() if n != "num_key_value_heads"}),
+    "parallel": ("gpt_neox", {name: value for name, value in WIDE.items() if name != "num_key_value_heads"}),
     "sinks": ("gpt_oss", WIDE | EXPERTS | {"head_dim": 8, "intermediate_size": 32}),
 }
-TEXT_PART = WIDE | EXPERTS | {"vocab_size": 258, "head_dim": 8, "intermediate_size_mlp": 64, "pad_token_id": 0}
-TEXT_PART |= {"bos_token_id": None, "eos_token_id": None}
-VISION_PART = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
-               "image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32,
-               "projector_output_dim": 32}  # fmt: skip
 FIRST = "model.layers.0.mlp.down_proj.weight"
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the 16 values of four bits stand for in mxfp4."""
 
 
-def copy(folder: Path, name: str, of: str, change: Change = dict, **config: Any) -> None:
-    """Copy a model, with changes to its weights and to its config."""
-    shutil.copytree(folder / of, folder / name)
-    file = folder / name / "model.safetensors"
-    save_file(change(load_file(file)), file, {"format": "pt"})
-    tiny.write({str(folder / name / "config.json"): config})
-
-
+# ------------------------------------------------------------------------------------------------------------- models
 def to_fp8(scale_name: str, shape: tuple[int, ...]) -> Change:
     """Store linear layers as fp8, each with a scale of this name and shape."""
 
@@ -90,7 +68,7 @@ def to_fp8(scale_name: str, shape: tuple[int, ...]) -> Change:
             if "proj" in name:
                 scale = weight.abs().max() / 448
                 stored |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}{scale_name}": scale.expand(shape)}
-        return {name: weight.contiguous() for name, weight in stored.items()}
+        return stored
 
     return change
 
@@ -98,170 +76,89 @@ def to_fp8(scale_name: str, shape: tuple[int, ...]) -> Change:
 def to_mxfp4(weights: Tensors) -> Tensors:
     """Store experts as mxfp4: blocks of 32 numbers, two in a byte, and the exponent of each block's scale."""
     stored = dict(weights)
-    values = torch.tensor(FP4)
+    halves = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([halves, -halves])  # of the 16 numbers of four bits
     for name in [name for name in weights if name.endswith("_proj") and "experts" in name]:
         blocks = stored.pop(name).transpose(1, 2).unflatten(-1, (-1, 32))
         digits = ((blocks / 2.0**-4)[..., None] - values).abs().argmin(-1).to(torch.uint8)
         stored[f"{name}_blocks"] = digits[..., ::2] | digits[..., 1::2] << 4
         stored[f"{name}_scales"] = torch.full(blocks.shape[:-1], 127 - 4, dtype=torch.uint8)
-    return {name: weight.contiguous() for name, weight in stored.items()}
+    return stored
 
 
 def with_more(*names: str) -> Change:
     return lambda weights: weights | {name: torch.zeros(32) for name in names}
 
 
-def other_head(weights: Tensors) -> Tensors:
+def without(name: str, change: Change = dict) -> Change:
+    return lambda weights: {other: weight for other, weight in change(weights).items() if not other.endswith(name)}
+
+
+def with_head(weights: Tensors) -> Tensors:
     head = torch.randn(258, 32, generator=torch.Generator().manual_seed(1)) / 10
     return weights | {"lm_head.weight": head}
 
 
+def with_same_head(weights: Tensors) -> Tensors:
+    return weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+COPIES: dict[str, tuple[str, Change, dict[str, Any]]] = {
+    "fp8": ("128 wide", to_fp8("_scale_inv", (1, 1)), {"quantization_config": BLOCKS}),
+    "mxfp4": ("sinks", to_mxfp4, {"quantization_config": {"quant_method": "mxfp4"}}),
+    "tied but for its head": ("tied", with_head, {}),
+    "tied, with the same head twice": ("tied", with_same_head, {}),
+    "old buffers": ("llama", with_more("model.layers.0.self_attn.rotary_emb.inv_freq"), {}),
+    "old masks": ("learnt positions", with_more("transformer.h.1.attn.masked_bias", "transformer.h.1.attn.bias"), {}),
+    "modelopt": ("128 wide", to_fp8("_scale", (1,)), {"quantization_config": {"quant_method": "modelopt"}}),
+    "fp8 without a word": ("128 wide", to_fp8("_scale", (1,)), {}),
+    "fp8 without scales": ("128 wide", without("_scale", to_fp8("_scale", (1,))), {}),
+    "fp8, a scale lost": ("fp8", without(f"{FIRST}_scale_inv"), {}),
+    "fewer layers": ("llama", dict, {"num_hidden_layers": 1}),
+    "more layers": ("llama", dict, {"num_hidden_layers": 3}),
+    "more biases": ("llama", with_more("model.layers.1.self_attn.q_proj.bias"), {}),
+    "another head": ("llama", with_more("v_head.weight"), {}),
+}
+"""Models that are copied from others, with changes to their weights and to their config."""
+NOT_ITS = "task.model={}: not a checkpoint of LlamaForCausalLM: weights "
+IGNORED = f"{NOT_ITS}have no place in it, and would be ignored: *: "
+QUANTIZED = f"{NOT_ITS}are quantized, but nothing says how: "
+REFUSED = {
+    "modelopt": "task.model={}: cannot be loaded: its weights are quantized (modelopt): use the model that they were *",
+    "fp8 without a word": f"{QUANTIZED}{FIRST}, *\n{IGNORED}{FIRST}_scale, *",
+    "fp8 without scales": f"{QUANTIZED}{FIRST}, *",
+    "fp8, a scale lost": f"{QUANTIZED}{FIRST}",
+    "fewer layers": f"{IGNORED}model.layers.1.input_layernorm.weight, *",
+    "more layers": f"{NOT_ITS}are missing or have another shape: model.layers.2.input_layernorm.weight, *",
+    "more biases": f"{IGNORED}model.layers.1.self_attn.q_proj.bias",
+    "another head": f"{IGNORED}v_head.weight",
+    "4 bits": "task.model={}: its weights are in 4 bits: train adapters (task.lora.r, base_dtype=nf4) with *",
+}
+"""Patterns of what they are refused with, a line for each mistake."""
+ADAPTED = ("llama", "tied", "experts", "fp8", "tied but for its head")
+"""Models that get new adapters too, which change nothing."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model of each kind and of each way to store it."""
+    """Return a folder with one model of each kind and of each way to store it."""
     folder = tmp_path_factory.mktemp("models")
     for name, (kind, fields) in KINDS.items():
         tiny.saved(kind, folder / name, **fields)
     tiny.saved("llama", folder / "in bf16, in several files", torch.bfloat16, "20KB", **WIDE)
     tiny.saved("llama", folder / "128 wide", **WIDE | {"hidden_size": 128, "intermediate_size": 128})
-    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-    copy(folder, "fp8", "128 wide", to_fp8("_scale_inv", (1, 1)), quantization_config=blocks)
-    copy(folder, "mxfp4", "sinks", to_mxfp4, quantization_config={"quant_method": "mxfp4"})
-    copy(folder, "tied but for its head", "tied", other_head)
-    copy(
-        folder,
-        "tied, with the same head twice",
-        "tied",
-        lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"].clone()},
-    )
-    copy(folder, "old buffers", "llama", with_more("model.layers.0.self_attn.rotary_emb.inv_freq"))
-    copy(folder, "modelopt", "128 wide", to_fp8("_scale", (1,)), quantization_config={"quant_method": "modelopt"})
-    copy(folder, "fp8 without a word", "128 wide", to_fp8("_scale", (1,)))
-    copy(folder, "fp8 without scales", "128 wide", lambda w: {n: v for n, v in to_fp8("s", (1,))(w).items() if n in w})
-    copy(folder, "fp8, a scale lost", "fp8", lambda w: {n: v for n, v in w.items() if n != f"{FIRST}_scale_inv"})
-    copy(
-        folder,
-        "old masks",
-        "learnt positions",
-        with_more("transformer.h.1.attn.masked_bias", "transformer.h.1.attn.bias"),
-    )
-    copy(folder, "fewer layers", "llama", num_hidden_layers=1)
-    copy(folder, "more layers", "llama", num_hidden_layers=3)
-    copy(folder, "more biases", "llama", with_more("model.layers.1.self_attn.q_proj.bias"))
-    copy(folder, "another head", "llama", with_more("v_head.weight"))
+    for name, (of, change, config) in COPIES.items():
+        shutil.copytree(folder / of, folder / name)
+        file = folder / name / "model.safetensors"
+        weights = {name: weight.contiguous() for name, weight in change(load_file(file)).items()}
+        save_file(weights, file, {"format": "pt"})
+        tiny.write({str(folder / name / "config.json"): config})
+    shutil.copytree(folder / "128 wide", folder / "4 bits")
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "128 wide", quantization_config=four_bits)
-    shutil.copytree(folder / "128 wide", folder / "4 bits")
     model.save_pretrained(folder / "4 bits")
     return folder
-
-
-NOT_ITS = "task.model={}: not a checkpoint of LlamaForCausalLM: weights "
-IGNORED = (
-    NOT_ITS + "have no place in it, and would be ignored: name a copy of it without them, or mend its config.json: "
-)
-QUANTIZED = NOT_ITS + "are quantized, but nothing says how: "
-MISSING = NOT_ITS + "are missing or have another shape: "
-REFUSED = {
-    "modelopt": "task.model={}: cannot be loaded: its weights are quantized (modelopt): use the model that they were "
-    "quantized from",
-    "fp8 without a word": f"{QUANTIZED}{FIRST}, *\n{IGNORED}{FIRST}_scale, *",
-    "fp8 without scales": f"{QUANTIZED}{FIRST}, *",
-    "fp8, a scale lost": f"{QUANTIZED}{FIRST}",
-    "fewer layers": IGNORED + "model.layers.1.input_layernorm.weight, *",
-    "more layers": MISSING + "model.layers.2.input_layernorm.weight, *",
-    "more biases": IGNORED + "model.layers.1.self_attn.q_proj.bias",
-    "another head": IGNORED + "v_head.weight",
-    "4 bits": "task.model={}: its weights are in 4 bits: train adapters (task.lora.r, base_dtype=nf4) with "
-    "--mixed_precision bf16, or an unquantized model",
-}
-"""Patterns of what they are refused with, a line for each mistake."""
-ADAPTERS = ("llama", "tied", "experts", "fp8", "tied but for its head")
-"""New adapters change nothing."""
-
-
-def test_the_first_loss_is_that_of_transformers_or_one_line_says_why_not(launch: Launch, folder: Path) -> None:
-    """Tried without the judgement of what is in the files alone: the loss of modelopt's weights is another one; with
-    quantized weights read shard by shard: that of fp8 under FSDP; and with heads that the config ties: also under FSDP.
-    """
-    losses = {}
-    for yaml, processes in (("cpu", 1), ("ddp", 2), ("fsdp", 2)):
-        run = launch(yaml, str(folder), script="tests/text/test_pretrained.py", processes=processes).succeeded()
-        losses[yaml] = json.loads(run.stdout.splitlines()[-1])
-    found: dict[str, list[Any]] = {name: [of[name] for of in losses.values()] for name in losses["cpu"]}
-    refused = {name: lines for name, lines in found.items() if isinstance(lines[0], str)}
-    assert refused.keys() == REFUSED.keys()
-    for name, lines in refused.items():
-        pattern = REFUSED[name].replace("{}", str(folder / name))
-        assert len({*lines}) == 1
-        assert fnmatchcase(lines[0], pattern), lines[0]
-        assert lines[0].count("\n") == pattern.count("\n")
-    expected = {path.name: plain_loss(path) for path in folder.iterdir() if path.name not in REFUSED}
-    assert len(expected) == 24
-    for name, values in found.items():
-        if name not in REFUSED:
-            # fp32: in sums of up to 2**10 products rounding accumulates to a few units of 2**-24
-            assert values == pytest.approx([expected[name.removesuffix(", adapters")]] * 3, rel=1e-6), name
-    assert expected["mxfp4"] == pytest.approx(expected["sinks"], rel=0.05)
-    assert expected["fp8"] == pytest.approx(expected["128 wide"], rel=3e-3)
-
-
-def test_what_is_not_used_is_said(folder: Path, tmp_path: Path) -> None:
-    """The head that a classifier replaces, and what a multimodal model has for pictures. Tried with all of it
-    refused."""
-    sizes = {"text_config": TEXT_PART, "vision_config": VISION_PART}
-    config: Any = AutoConfig.for_model("llama4", **sizes)
-    llama4 = Llama4ForConditionalGeneration(config)
-    llama4.save_pretrained(tmp_path / "llama4")
-    byte_tokenizer().save_pretrained(tmp_path / "llama4")
-    classifier = tiny.task(TextClassification, dataset="team/none", model=str(folder / "llama"))
-    classifier.state.data["labels"] = ["a", "b"]
-    for task, says in (
-        (classifier, "lm_head.weight"),
-        (decoder(tmp_path / "llama4"), "multi_modal_projector.linear_1.weight, vision_model.class_embedding, "),
-    ):
-        task.load_model()
-        (remark,) = task.state.remarks
-        assert remark.startswith(f"{task.model} has weights that are not used: {says}")
-
-
-def test_what_was_quantized_is_exported_as_what_was_trained(folder: Path, tmp_path: Path) -> None:
-    """fp8 as plain weights; 4 bits as adapters and, merged, in bf16. Tried without dequantizing: fp8's export says
-    that its weights are quantized."""
-    task = decoder(folder / "fp8")
-    model = task.build_model()
-    task.export(model, model.state_dict(), tmp_path / "fp8")
-    assert "quantization_config" not in (tmp_path / "fp8" / "config.json").read_text()
-    assert plain_loss(tmp_path / "fp8") == plain_loss(folder / "fp8")
-    task = decoder(folder / "4 bits", lora={"r": 2, "merge": True}).bind(TaskState(dtype=torch.bfloat16))
-    model = task.build_model()
-    assert task.state.optimizations[-1] == "frozen weights in nf4"
-    assert {layer.compute_dtype for layer in model.modules() if hasattr(layer, "compute_dtype")} == {torch.bfloat16}
-    task.export(model, model.state_dict(), tmp_path / "4 bits")
-    assert "quantization_config" not in (tmp_path / "4 bits" / "merged" / "config.json").read_text()
-    # new adapters change nothing, and what 4 bits stand for is rounded to bf16
-    assert plain_loss(tmp_path / "4 bits" / "merged") == pytest.approx(plain_loss(folder / "4 bits"), rel=2**-8)
-
-
-def test_weights_are_in_4_bits_as_the_files_have_them_or_as_is_asked(folder: Path) -> None:
-    """Tried with the files' own in place of what the settings say, and the other way round: neither was refused."""
-    for name, base_dtype, says in (
-        ("4 bits", "bf16", "its weights are in 4 bits: train adapters"),
-        ("fp8", "nf4", "cannot be loaded: The model is quantized with FineGrainedFP8Config"),
-    ):
-        task = decoder(folder / name, lora={"r": 2, "base_dtype": base_dtype})
-        with pytest.raises(UserError, match=f"^task.model={folder / name}: {says}"):
-            task.bind(TaskState(dtype=torch.bfloat16)).build_model()
-
-
-def test_a_head_that_the_files_have_is_not_tied_in_the_export(folder: Path, tmp_path: Path) -> None:
-    """Whatever the config said: other programs believe it. Tried without correcting the config."""
-    task = decoder(folder / "tied but for its head")
-    model = task.build_model()
-    task.export(model, model.state_dict(), tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
-    assert plain_loss(tmp_path) == plain_loss(folder / "tied but for its head")
-    assert load_exported(folder / "tied but for its head").config.tie_word_embeddings is False  # new rows would be tied
 
 
 def decoder(model: Path, **settings: Any) -> Any:
@@ -269,15 +166,95 @@ def decoder(model: Path, **settings: Any) -> Any:
 
 
 def plain_loss(path: Path) -> float:
-    """The mean over all next tokens, as transformers computes it."""
+    """Return the mean over all next tokens, as transformers computes it."""
     options = {"quantization_config": Mxfp4Config(dequantize=True)} if path.name == "mxfp4" else {}
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
     with torch.no_grad():
         return model(input_ids=TOKENS, labels=TOKENS).loss.item()
 
 
+# -------------------------------------------------------------------------------------------------------------- tests
+def test_the_first_loss_is_transformers_own_or_one_line_refuses(launch: Launch, folder: Path) -> None:
+    losses = {}
+    for yaml, processes in (("cpu", 1), ("ddp", 2), ("fsdp", 2)):
+        run = launch(yaml, str(folder), script="tests/text/test_pretrained.py", processes=processes).succeeded()
+        losses[yaml] = json.loads(run.stdout.splitlines()[-1])
+    found: dict[str, list[Any]] = {name: [of[name] for of in losses.values()] for name in losses["cpu"]}
+    expected = {path.name: plain_loss(path) for path in folder.iterdir() if path.name not in REFUSED}
+    assert len(expected) == 24
+    for name, values in found.items():
+        if name in REFUSED:
+            pattern = REFUSED[name].replace("{}", str(folder / name))
+            assert len({*values}) == 1
+            assert fnmatchcase(values[0], pattern), values[0]
+            assert values[0].count("\n") == pattern.count("\n")
+        else:  # in sums of up to 2**10 products in fp32, rounding accumulates to a few units of 2**-24
+            assert values == pytest.approx([expected[name.removesuffix(", adapters")]] * 3, rel=1e-6), name
+    assert expected["mxfp4"] == pytest.approx(expected["sinks"], rel=0.05)
+    assert expected["fp8"] == pytest.approx(expected["128 wide"], rel=3e-3)
+
+
+def test_weights_that_are_not_used_are_noted(folder: Path, tmp_path: Path) -> None:
+    """Such as the head that a classifier replaces, and what a multimodal model has for pictures."""
+    text = WIDE | EXPERTS | {"vocab_size": 258, "head_dim": 8, "intermediate_size_mlp": 64, "pad_token_id": 0}
+    vision = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "image_size": 28, "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32,
+              "projector_output_dim": 32}  # fmt: skip
+    sizes: Any = {"text_config": text | {"bos_token_id": None, "eos_token_id": None}, "vision_config": vision}
+    config: Any = AutoConfig.for_model("llama4", **sizes)
+    Llama4ForConditionalGeneration(config).save_pretrained(tmp_path / "llama4")
+    byte_tokenizer().save_pretrained(tmp_path / "llama4")
+    classifier = tiny.task(TextClassification, dataset="team/none", model=str(folder / "llama"))
+    classifier.state.data["labels"] = ["a", "b"]
+    for task, names in (
+        (classifier, "lm_head.weight"),
+        (decoder(tmp_path / "llama4"), "multi_modal_projector.linear_1.weight, vision_model.class_embedding, "),
+    ):
+        task.load_model()
+        (remark,) = task.state.remarks
+        assert remark.startswith(f"{task.model} has weights that are not used: {names}")
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "place", "within"),
+    [
+        ("fp8", {}, "", 0.0),
+        ("tied but for its head", {}, "", 0.0),
+        ("4 bits", {"r": 2, "merge": True}, "merged", 2**-8),  # what 4 bits stand for is rounded to bf16
+    ],
+)
+def test_the_export_has_the_loss_of_what_was_loaded(
+    folder: Path, tmp_path: Path, name: str, lora: dict[str, Any], place: str, within: float
+) -> None:
+    """Whatever the config said of its weights, they are plain, and the head is not tied to other ones."""
+    dtype = torch.bfloat16 if lora else torch.float32
+    task = decoder(folder / name, lora=lora).bind(TaskState(dtype=dtype))
+    model = task.build_model()
+    task.export(model, model.state_dict(), tmp_path)
+    config = json.loads((tmp_path / place / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert not config["tie_word_embeddings"]
+    assert plain_loss(tmp_path / place) == pytest.approx(plain_loss(folder / name), rel=within, abs=0)
+    compute_dtypes = {layer.compute_dtype for layer in model.modules() if hasattr(layer, "compute_dtype")}
+    assert compute_dtypes == ({torch.bfloat16} if lora else set())
+
+
+@pytest.mark.parametrize(
+    ("name", "base_dtype", "reason"),
+    [
+        ("4 bits", "bf16", "its weights are in 4 bits: train adapters"),
+        ("fp8", "nf4", "cannot be loaded: The model is quantized with FineGrainedFP8Config"),
+    ],
+)
+def test_another_quantization_than_the_files_is_refused(folder: Path, name: str, base_dtype: str, reason: str) -> None:
+    task = decoder(folder / name, lora={"r": 2, "base_dtype": base_dtype})
+    with pytest.raises(UserError, match=f"^task.model={folder / name}: {reason}"):
+        task.bind(TaskState(dtype=torch.bfloat16)).build_model()
+
+
+# ----------------------------------------------------------------------------------------------------- in the processes
 def first_loss(accelerator: Accelerator, launch: RunSetup, task: dict[str, Any]) -> float | str:
-    """The same as a run would compute it, over all processes; or why there is none."""
+    """Return the loss as a run would compute it, over all processes; or why there is none."""
     if accelerator.is_fsdp2:
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()  # it remembers the last model's blocks
     try:
@@ -286,10 +263,9 @@ def first_loss(accelerator: Accelerator, launch: RunSetup, task: dict[str, Any])
     except UserError as error:
         return str(error)
     rows = TOKENS[accelerator.process_index :: accelerator.num_processes]
-    labels = rows[:, 1:].flatten()
     index = torch.arange(rows.numel()).view_as(rows)[:, :-1].flatten()
     positions = torch.arange(rows.shape[1]).expand_as(rows)
-    loss: Tensor = model(index=index, targets=labels, input_ids=rows, position_ids=positions)
+    loss = model(index=index, targets=rows[:, 1:].flatten(), input_ids=rows, position_ids=positions)
     return accelerator.reduce(loss.detach().double()).item() / TOKENS[:, 1:].numel()
 
 
@@ -297,10 +273,10 @@ def main(models: str) -> None:
     accelerator, launch = build_accelerator(config_from({"task": {"name": "mnist"}}, TASKS))
     found: dict[str, float | str] = {}
     for folder in sorted(Path(models).iterdir()):
-        common = {"name": "causal_lm", "dataset": "team/none", "model": str(folder), "sequence_length": 32}
-        task: dict[str, Any] = {**common, "packing": False, "dropout": 0.0}
+        task: dict[str, Any] = {"name": "causal_lm", "dataset": "team/none", "model": str(folder), "dropout": 0.0,
+                                "sequence_length": 32, "packing": False}  # fmt: skip
         found[folder.name] = first_loss(accelerator, launch, task)
-        if folder.name in ADAPTERS:
+        if folder.name in ADAPTED:
             found[f"{folder.name}, adapters"] = first_loss(accelerator, launch, task | {"lora": {"r": 2}})
     accelerator.print(json.dumps(found))
     accelerator.wait_for_everyone()

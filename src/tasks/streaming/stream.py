@@ -100,7 +100,7 @@ class Stream:
         if self.capacity:
             sequences = packed(chunks["length"].to_numpy(), self.capacity, count, is_last)
         if not is_last:
-            self._left[number] = chunks.take([*chain.from_iterable(sequences[count:])])
+            self._left[number] = chunks.take(pa.array(chain.from_iterable(sequences[count:]), pa.int64()))
         rows = as_chunks(chunks)
         return [[rows[i] for i in sequences[place]] for place in random.permutation(count)]
 
