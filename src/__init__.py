@@ -1,4 +1,4 @@
-"""The modules behind train.py, in eight folders. Each imports only from those below it (tests/core/test_ladder.py)."""
+"""The modules behind train.py, in folders. Each file imports only from its own folder and from those below it."""
 
 import logging
 import sys

@@ -1,7 +1,7 @@
 """The optional parts of the project, and where they join the rest.
 
-A part follows a run (src/tracking/part.py), runs in place of training or before it, or keeps its checkpoints.
-docs/make-it-yours.md says what each part does and how to leave it out. To log runs elsewhere, add a Part of your own.
+A part follows a run (src/tracking/part.py), runs in place of training or before it, or keeps its checkpoints. To log
+runs elsewhere, add a Part of your own.
 """
 
 from collections.abc import Callable

@@ -98,8 +98,8 @@ def rounding(whole: Whole) -> Callable[..., float]:
     orders.
 
     It is measured: the largest change of `name` in this run when each weight starts one ulp larger, times 10, as other
-    changes make up to six times as much. At least 1e-5, which docs/promises.md promises. The arguments are those of
-    `whole`.
+    changes make up to six times as much. At least 1e-5, as rounding alone may add up to that. The arguments
+    are those of `whole`.
     """
 
     def bound(yaml: str, *arguments: str, name: str = "train/loss", **more: Any) -> float:

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=2 -m src.check.reference --config=FILE.yaml [--key.sub=value]...
 
 `train.py --check` compares the run with this second implementation, which does without Accelerator, DDP, FSDP, gradient
-accumulation, mixed precision and checkpoints. docs/learn/2-data-parallelism.md explains each collective.
+accumulation, mixed precision and checkpoints.
 
 Every process holds the whole model and computes the gradients of its shard of each batch. To keep the replicas equal,
 weights are `broadcast` at the start, and each step does an `all_reduce` of the loss, of the number of its targets (the

@@ -29,8 +29,8 @@ def tune_for_cpu(model: nn.Module, is_sharded: bool = False) -> list[str]:
     rather than time if FSDP will shard it (`is_sharded`). Return what was done, for the start-up summary."""
     done = []
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    # Keeping freed memory saves 6,000 page faults per step of the MNIST CNN, a quarter to a third of its time
-    # (docs/figures.md). Under FSDP, gathered weights would pile up.
+    # Keeping freed memory saves 6,000 page faults per step of the MNIST CNN, a quarter to a third of its time.
+    # Under FSDP, gathered weights would pile up.
     settings = GIVE_BACK if is_sharded else KEEP
     if mallopt and all(mallopt(*setting) for setting in settings.items()):
         done.append(f"glibc {'returns' if is_sharded else 'keeps'} freed memory")
@@ -45,7 +45,7 @@ class Conv2d(nn.Conv2d):
     """Convolve as nn.Conv2d does, but channels last: what follows then works on vectors of channels.
 
     oneDNN takes 0.8 to 0.9 times as long, and torch's max pooling a twentieth. Together, fp32: an evaluation of the
-    MNIST CNN takes half as long, a training step 0.83 times (docs/figures.md).
+    MNIST CNN takes half as long, a training step 0.83 times.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -127,4 +127,4 @@ def launch_errors(
             if prefix + key.removeprefix(prefix) not in known:
                 yield f"{file}: {section} has no key {key}{nearest(key, known)}"
     if arguments.parallelism_config_cp_size != asked.cp_size and not content.get("parallelism_config"):
-        yield f"--parallelism_config_cp_size: {file} has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"
+        yield f"--parallelism_config_cp_size: {file} has no parallelism_config; use a yaml that has one"

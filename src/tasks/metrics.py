@@ -15,7 +15,7 @@ from src.tasks.base import Metrics
 
 
 class _Numbers(datasets.Features):
-    """Writes columns as they are: datasets would inspect each number on its own (docs/figures.md)."""
+    """Writes columns as they are: datasets would inspect each number on its own."""
 
     def encode_batch(self, batch: dict[str, Any]) -> dict[str, np.ndarray]:
         return {name: np.asarray(column) for name, column in batch.items()}

@@ -1,4 +1,4 @@
-"""Measure how fast a run trains: the metrics perf/… and profiles of chosen steps. See docs/tracking.md."""
+"""Measure how fast a run trains: the metrics perf/… and profiles of chosen steps. See docs/performance.md."""
 
 import re
 import time

@@ -100,7 +100,7 @@ def epoch_order(run: Run, epoch: int, done: int) -> Indices:
     # sees the same batches. A global generator would depend on everything else that draws from it.
     random = np.random.default_rng(epoch_seed(config, epoch))
     order = config.task.order(run.train_set, random, config.global_batch_size)
-    # a slice: a resume at 99% of an epoch starts as fast as one at 1% (docs/figures.md)
+    # a slice: a resume at 99% of an epoch starts as fast as one at 1%
     return order[done * config.global_batch_size :]
 
 
@@ -256,7 +256,7 @@ def _on_device(run: Run, steps: Steps) -> Steps:
     # a replay takes the host 0.17 ms, less than a second thread waits for the interpreter
     if getattr(run.config, "cuda_graphs", False):
         return copied
-    # 10.3 ms a step instead of 12.2, where collating 4 x 4,096 packed tokens takes 2.0 ms (docs/figures.md)
+    # 10.3 ms a step instead of 12.2, where collating 4 x 4,096 packed tokens takes 2.0 ms
     return in_background(copied)
 
 

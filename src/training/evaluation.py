@@ -43,8 +43,7 @@ def evaluate_batches(
 ) -> Scores | None:
     """Return the scores of this process's batches, or None if the run was stopped meanwhile."""
     # Sum and count: a mean of batch means is wrong if the last batch is smaller. Use float64, as fp32 stops counting at
-    # 2**24, 16.8 million. Stay on the device until one all-reduce at the end: that is 5 times as fast as gathering each
-    # batch (docs/figures.md).
+    # 2**24, 16.8 million. Stay on the device until one all-reduce at the end, 5 times as fast as gathering each batch.
     totals = torch.zeros(3, dtype=sum_dtype(device), device=device)
     # views into `totals`
     loss_sum, targets, examples = totals.unbind()

@@ -67,7 +67,7 @@ def refused(run: Run) -> str:
     ("config", "arguments", "more", "says"),
     [
         ("fsdp", [], {"launcher_arguments": ("--parallelism_config_cp_size=2",)}, "--parallelism_config_cp_size: "
-         "*/fsdp.yaml has no parallelism_config; use accelerate_configs/fsdp_cp.yaml"),
+         "*/fsdp.yaml has no parallelism_config; use a yaml that has one"),
         ("fsdp", ["--ddp_comm_hook=bf16"], {}, "ddp_comm_hook=bf16 is for DDP, not FSDP: remove it"),
         ("ddp", ["--cuda_graphs=true"], {}, "cuda_graphs=true needs one NVIDIA GPU, *"),
         ("ddp", [], {"processes": 3}, "global_batch_size=64: not a multiple of 3 processes*"),
@@ -117,8 +117,8 @@ def mesh(**sizes: int) -> dict[str, Any]:
         (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: *found duplicate key \"fsdp_config\" *"),
         ({"num_processes": 2, "distributed_type": "FSDP"}, "fsdp_config: &a {fsdp_version: 2, more: *a}",
          "{file}: Circular reference detected"),
-        (mesh(tp=2), "", "parallelism_config: tp_size is not supported: fsdp_cp.yaml splits sequences, *"),
-        (mesh(sp=2), "", "parallelism_config: sp_size is not supported: fsdp_cp.yaml splits sequences*"),
+        (mesh(tp=2), "", "parallelism_config: tp_size is not supported: *"),
+        (mesh(sp=2), "", "parallelism_config: sp_size is not supported: *"),
         (mesh(dp_shard=3), "", "parallelism_config: dp_replicate_size x dp_shard_size x cp_size is 3 and must equal *"),
         (mesh(dp_replicate=2), "", "accelerate: FSDP is enabled but the parallelism config has no dimension for *"),
         (mesh(cp=2), "", "task.name=mnist: cp_size needs FSDP, and a task that can split sequences: remove it"),

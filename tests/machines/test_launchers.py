@@ -120,6 +120,7 @@ def test_a_stop_is_no_success_on_several_machines(launch: Launch) -> None:
 def pods(folder: Path, port: int) -> list[psutil.Popen]:
     """Start the command of the Job's two pods on this machine, with a process each."""
     script = CONTAINER["args"][0].replace("train-0.train", "127.0.0.1").replace("29500", str(port)).rstrip()
+    script = script.replace("configs/mnist.yaml", "configs/digits.yaml")  # which needs no download
     script += f" --output_dir={folder} --max_steps=60 --log_every=1 {' '.join(QUIET)}"
     environments = [clean_environment(MACHINES="2", PROCESSES="2", JOB_COMPLETION_INDEX=index) for index in "01"]
     return [psutil.Popen([*CONTAINER["command"], script], cwd=PROJECT, env=env) for env in environments]
