@@ -12,7 +12,7 @@ its parent's command line, the signals, its output. What differs, or goes wrong,
 
     real=True      runs `accelerate launch` itself, as a user does, for tests of the launcher: several seconds.
     before="…"     is Python code that each process executes before train.py, where it must be broken from inside.
-    FAULT="die"    plants a fault of tests/faults/inject.py, in step FAULT_STEP on rank FAULT_RANK. All arguments in
+    FAULT="die"    plants a fault (tests.faults.inject), in step FAULT_STEP on rank FAULT_RANK. All arguments in
                    capitals are environment variables.
 
 `Started` is a run in the background: wait for a line of its output, send it a signal, kill it. Quicker than a run:
@@ -58,12 +58,12 @@ PROJECT = Path(__file__).parent.parent
 SHARED = next((parent / "shared" for parent in PROJECT.parents if (parent / "shared").is_dir()), Path("shared"))
 MNIST = SHARED / "data" / "mnist"
 BIN = Path(sys.executable).parent
-FAULTY = "tests/faults/inject.py"
+FAULTY = "tests.faults.inject".replace(".", "/") + ".py"
 """The script in place of train.py where a fault is planted under the real launcher."""
 SECONDS = 300
 """The time after which a run is killed."""
 
-WANDB = (PROJECT / "src/tracking/wandb.py").exists()
+WANDB = (PROJECT / "src/tracking" / "wandb.py").exists()
 QUIET = ("--wandb.mode=disabled",) if WANDB else ()
 
 WRITES_TO = (
@@ -202,7 +202,7 @@ def launch_words(
     words += [*launcher_arguments, script]
     if script in ("train.py", FAULTY):
         words += [f"--output_dir={folder}"]
-        words += [f"--wandb.mode={wandb}"] if (project / "src/tracking/wandb.py").exists() else []
+        words += [f"--wandb.mode={wandb}"] if (project / "src/tracking" / "wandb.py").exists() else []
         words += [] if "--task.name=" in str(arguments) else ["--task.source=digits"]
     return [*words, *arguments]
 

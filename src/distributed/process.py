@@ -52,7 +52,7 @@ class Signals:
 
     def catch(self) -> None:
         """Catch the signals from now on. SIGHUP stays ignored under nohup. Other signals are caught even if the parent
-        ignored them, as launchers/slurm.sbatch does to protect the launcher."""
+        ignored them, as a batch script does to protect the launcher."""
         self.since = time.monotonic()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -201,7 +201,7 @@ def end_launcher() -> None:
             others = [process for process in launcher.children() if process.pid != os.getpid()]
             end_with_parent(0)  # this process outlives the launcher, whose death asks the others to end
             launcher.send_signal(signal.SIGUSR1)
-            launcher.wait(1)  # an error if it ignores the signal, as under launchers/slurm.sbatch
+            launcher.wait(1)  # an error if it ignores the signal, as under a batch script that does
             kill_at = time.monotonic() + float(value("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
             while (alive := [*filter(_is_alive, others)]) and time.monotonic() < kill_at:
                 time.sleep(0.05)

@@ -21,6 +21,6 @@ TASKS = {
 
 
 def load_metric(name: str) -> Any:
-    """Return a new metric from src/tasks/metrics.py. Importing `evaluate` takes seconds, which this puts off until the
+    """Return a new metric from metrics.py. Importing `evaluate` takes seconds, which this puts off until the
     first evaluation."""
     return resolve_name(f"src.tasks.metrics:{name}")(keep_in_memory=True)

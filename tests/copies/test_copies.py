@@ -24,7 +24,7 @@ PATH = re.compile(
 """A file of the project, in text."""
 OURS = re.compile(
     "accelerate-template|this template|make (new|chat|classify|testall|bench|test-gpu|mutate)|scripts/|# room"
-    "|[Tt]utorial|CITATION|CONTRIBUTING|SECURITY|pull request|badge|(?<![/.])benchmarks?[/.]|gpu_proof|docs/learn"
+    "|[Tt]utorial(?!s/)|CITATION|CONTRIBUTING|SECURITY|pull request|badge|(?<![/.])benchmarks?[/.]|gpu_proof|docs/learn"
 )
 """What is about this project."""
 OPTIONAL = {"wandb": "wandb.", "check": "check", "machines": "checkpoint.mirror", "tracking": "trackers"}
