@@ -274,7 +274,8 @@ def copy_task(project: Path, task: str, files: set[str]) -> dict[str, str]:
 
 def first_config(task: str, files: set[str]) -> str:
     """Return the first config of the task that a CPU can train; nothing if there is none."""
-    configs = sorted(file for file in matching(files, "configs examples") if file.endswith(".yaml"))
+    configs = [file for file in sorted(files) if re.fullmatch(r"configs/\w+\.yaml|examples/\w+\.yaml", file)]
+    configs.sort(key=f"examples/{task}.yaml".__ne__)
     texts = {file: read(HERE / file) for file in configs}
     return next((file for file in texts if f"\n  name: {task}\n" in texts[file] and "/cpu.yaml" in texts[file]), "")
 

@@ -65,7 +65,7 @@ def test_it_asks_for_what_is_missing_and_says_why_an_answer_is_wrong(tmp_path: P
     for line in (
         f"Name [my-project]: it's\n  it's: {NAMES}\n",
         "  99: not known (mnist, ",
-        "  reprot: not known, did you mean report? (check, ",
+        "  reprot: not known, did you mean report? (aliases, check, ",
         f"my-project is in {dest}, ",
         "  left out  report, text\n",
         *(page(task)[0].splitlines()[0] for task in TASKS),
@@ -83,7 +83,7 @@ def test_given_arguments_are_not_asked_for_and_a_wrong_one_ends_it(tmp_path: Pat
     assert shown.count("]: ") == 1
     assert (tmp_path / "$(here) 'it'/src/tasks/dpo.py").exists()
     code, shown = asked(words=("NAME=mine", "WITHOUT=chek"))
-    assert shown.splitlines()[0].startswith("make new: WITHOUT=chek: not known, did you mean check? (check, ")
+    assert shown.splitlines()[0].startswith("make new: WITHOUT=chek: not known, did you mean check? (aliases, check, ")
     assert code == 2
 
 

@@ -308,7 +308,7 @@ def test_the_image_and_locked_packages_are_pinned_and_raised() -> None:
     files = [file for package in packages for file in (*package.get("wheels", ()), package.get("sdist")) if file]
     assert len(files) > 1000
     assert all(file["hash"].startswith("sha256:") for file in files)
-    assert "run: uv sync --locked" in (PROJECT / ".github/workflows/locked.yml").read_text()
+    assert "run: uv sync --locked" in (PROJECT / ".github/workflows/versions.yml").read_text()
     raised = re.findall(r"package-ecosystem: (\S+)", (PROJECT / ".github/dependabot.yml").read_text())
     assert sorted(raised) == ["docker", "github-actions", "pip", "uv"]
 

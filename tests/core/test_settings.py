@@ -287,8 +287,8 @@ def test_a_value_may_follow_after_a_space() -> None:
         "b: not understood; settings are written --name=value",
         "--run_name a b: must be text: write it in quotes",
         "--seed 4 5: must be a valid integer",
-        "--compile no yes: must be a valid boolean",
         "--dry_run=c: must be a valid boolean, unable to interpret input",
+        "--compile no yes: must be a valid boolean",
     ]
     assert mistakes("--run_name", "--max_steps") == [
         "--run_name: must be text: write it in quotes",

@@ -268,7 +268,8 @@ def test_a_full_disk_under_wandbs_own_log_is_silent(launch: Launch) -> None:
 def test_wandbs_agent_starts_the_runs_of_a_sweep(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With valid settings, and a metric that the task has."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(PROJECT / "configs")
+    for folder in ("configs", "examples"):
+        (tmp_path / folder).symlink_to(PROJECT / folder)
     (tmp_path / "data/tinyshakespeare").mkdir(parents=True)
     (tmp_path / "data/tinyshakespeare/input.txt").write_text("which the header says how to get")
     sweep = yaml.safe_load(file.read_text())
