@@ -35,7 +35,7 @@ class Weights(NamedTuple):
     path: str
     """Path of the model in the package."""
     convert: Callable[[Path, Path], object] = Path.rename
-    """Makes of it a folder as save_pretrained writes it; by default, it is one."""
+    """Turns it into a folder as save_pretrained writes it; by default, it is one already."""
 
 
 ENCODER = Weights(

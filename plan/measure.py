@@ -27,17 +27,17 @@ from src.config.config import Config, load_config
 from src.config.errors import UserError
 from src.distributed.accelerator import build_accelerator, prepare
 from src.distributed.stop import StopSignal
+from src.parts import AT_START
 from src.tasks import TASKS
 from src.tasks.base import Task
 from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, training_steps
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import to_local
+from src.training.held import tensors_of
 from src.training.optim import build_optimizers
-from src.training.out_of_memory import tensors_of
 from src.training.progress import Progress
-from src.training.run import Run, begin_task, build_data
+from src.training.run import TRANSFORMS, Run, begin_task, build_data
 from src.training.state import ResumePoint
-from src.training.transforms import checkpoint_and_compile
 from train import train_step
 
 NO_LIMIT = 100_000
@@ -125,13 +125,16 @@ def has_config_alone(task: Any) -> bool:
 
 def build_without_values(config: Config[Task]) -> Run:
     """Build the run as train.py does, but with uninitialized weights and no output folder."""
+    for act in AT_START:
+        act(config)
     accelerator, launch = build_accelerator(config)
     if launch.strategy.endswith("offload"):  # pinning would copy, and fill the host's memory
         accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     config = begin_task(config, launch, ResumePoint())
     train_set, eval_set = build_data(config, accelerator)
     model = build_skeleton(config.task)
-    checkpoint_and_compile(model, config, accelerator)
+    for transform in TRANSFORMS:
+        transform(model, config, accelerator)
     if not accelerator.is_fsdp2:
         allocate(model, accelerator.device)
     model = prepare(accelerator, model)

@@ -36,7 +36,7 @@ def line(row: Row, config: Config) -> dict[str, Any]:
     shown: dict[str, Any] = {"GPUs": gpus, "yaml": row.setup.name}
     if not measured:
         return shown
-    seconds = seconds_of(measured, gpu, gpus, config.compile)
+    seconds = seconds_of(measured, gpu, gpus, getattr(config, "compile", False))
     hours = seconds.step * measured.total_steps / 3600
     return shown | {
         "GB": highest(measured.memory) / GB,

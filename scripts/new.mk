@@ -1,8 +1,5 @@
-# Part of the Makefile. The arguments are passed verbatim through the environment: make and the shell would interpret a
-# $ or a quote.
-
+# Part of the Makefile. The environment passes the arguments as they are: make and a shell would interpret $ and quotes.
 .PHONY: new
-
 new: export NEW_NAME := $(value NAME)
 new: export NEW_DEST := $(value DEST)
 new: export NEW_TASK := $(value TASK)

@@ -23,7 +23,6 @@ HERE = Path(__file__).resolve().parent.parent
 
 
 PARTS: dict[str, dict[str, str]] = tomllib.loads((HERE / "scripts/new/parts.toml").read_text(encoding="utf-8"))
-"""What a project may do without."""
 ALWAYS = (
     ".devcontainer .dockerignore .github/dependabot.yml .github/workflows/test.yml .gitignore .pre-commit-config.yaml"
     " Dockerfile LICENSE Makefile pyproject.toml requirements*.txt train.py accelerate_configs src"
@@ -41,7 +40,8 @@ ONLY_HERE = (
 
 
 def read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="surrogateescape")  # as it is, whatever it is
+    """Return what a file holds, as it is; nothing if it is not there."""
+    return file.read_text(encoding="utf-8", errors="surrogateescape") if file.exists() else ""
 
 
 MAP = dict(re.findall(r'"(\w+)": "([\w.]+:\w+)"', read(HERE / "src/tasks/__init__.py")))
@@ -54,19 +54,29 @@ def module_file(path: str) -> str:
 
 def task_path(path: str) -> str:
     """Return where a task is defined, which its settings name if the map has those."""
-    file = HERE / module_file(path)
-    named = re.search(r'task_class: ClassVar\[str\] = "(.*)"', read(file) if file.exists() else "")
+    named = re.search(r'task_class: ClassVar\[str\] = "(.*)"', read(HERE / module_file(path)))
     return named[1] if named else path
 
 
+def matching(files: Iterable[str], patterns: str) -> set[str]:
+    """Return the files that a pattern names, or whose folder it names."""
+    paths = [re.escape(pattern).replace(r"\*", "[^/]*") for pattern in patterns.split()]
+    return {file for file in files for path in paths if re.fullmatch(rf"{path}(/.*)?", file)}
+
+
 TASKS = {task: task_path(path) for task, path in MAP.items() if task != "streamed_lm"}  # which comes with `streaming`
+for own in TASKS.keys() - PARTS.keys():  # needs what it imports
+    text = read(HERE / module_file(TASKS[own]))
+    text += "\nfrom src.tasks.metrics" * ("load_metric" in text)
+    imports = [f"{module.replace('.', '/')}.py" for module in re.findall(r"^from (src[\w.]+)", text, re.M)]
+    PARTS[own] = {"needs": " ".join(part for part in PARTS if matching(imports, PARTS[part].get("files", "")))}
 
 
 def page(task: str) -> list[str]:
     """Return what the task does, and what is said of its data."""
     file, code = HERE / f"examples/{task}.md", module_file(TASKS[task])
     own = f"Trains {task}.\n\n---\n\n`build_datasets` in [{code}]({code}) reads the data."
-    return (read(file) if file.exists() else own).strip().split("\n\n---\n\n")
+    return (read(file) or own).strip().split("\n\n---\n\n")
 
 
 class Plan(NamedTuple):
@@ -129,6 +139,10 @@ def mistakes(plan: Plan, is_complete: bool) -> Iterator[str]:
 def name_mistakes(name: str) -> Iterator[str]:
     if not re.fullmatch(r"[a-zA-Z0-9]([\w-]{0,28}[a-zA-Z0-9])?", name, re.ASCII):  # 31 make a line of src too long
         yield f"{name}: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends"
+    if name.lower() in re.findall(
+        r"^[\w-]+", read(HERE / "requirements.txt") + read(HERE / "requirements-dev.txt"), re.M
+    ):
+        yield f"{name}: is a package that it needs; name it otherwise"
 
 
 def folder_mistakes(name: str) -> Iterator[str]:
@@ -175,12 +189,10 @@ def completed(given: Plan) -> Plan:
         print("A project of your own. Enter takes what is in brackets, Ctrl-C leaves.\n")
     name = given.name or ask("Name", "my-project", name_mistakes)
     dest = given.dest or ask("Folder", f"../{name}", folder_mistakes)
-    task = given.task or ask_for("What does it train?", "Task, by number or name", {t: page(t)[0] for t in TASKS}, "")
-    parts, question = (
-        {part: PARTS[part]["about"] for part in offered(task)},
-        "Leave out, by number or name, all or none",
-    )
-    return Plan(name, dest, task, given.without or ask_for("What can it do without?", question, parts, task))
+    task = given.task or ask_for("What does it train?", {task: page(task)[0] for task in TASKS}, task="")
+    without = "" if [*part_mistakes(given.without, task)] else given.without
+    parts = {part: PARTS[part]["about"] for part in offered(task)}
+    return Plan(name, dest, task, without or ask_for("What can it do without?", parts, task))
 
 
 def ask(question: str, default: str, mistakes: Callable[[str], Iterator[str]]) -> str:
@@ -193,19 +205,21 @@ def ask(question: str, default: str, mistakes: Callable[[str], Iterator[str]]) -
         print(*(f"  {error}" for error in errors), sep="\n")
 
 
-def ask_for(title: str, question: str, choices: dict[str, str], task: str) -> str:
+def ask_for(title: str, choices: dict[str, str], task: str) -> str:
     """Show the choices, numbered: parts of this task, or tasks. Ask for some, or one, and return the names."""
 
     def chosen(answer: str) -> str:
         return " ".join(names_in(answer, [*choices])) or "none"
 
+    def wrong(answer: str) -> Iterator[str]:
+        return part_mistakes(chosen(answer), task) if task else task_mistakes(chosen(answer))
+
     print(f"\n{title}")
     for number, (name, about) in enumerate(choices.items(), start=1):
         print(f"  {number:>2}  {name:<{max(map(len, choices))}}  {about.splitlines()[0]}")
-    default = ("text" if "text" in choices else "none") if task else next(iter(choices))
-    return chosen(
-        ask(question, default, lambda a: part_mistakes(chosen(a), task) if task else task_mistakes(chosen(a)))
-    )
+    if not task:
+        return chosen(ask("Task, by number or name", next(iter(choices)), wrong))
+    return chosen(ask("Leave out, by number or name, all or none", "text" if "text" in choices else "none", wrong))
 
 
 def make(plan: Plan) -> dict[str, str]:
@@ -223,12 +237,6 @@ def make(plan: Plan) -> dict[str, str]:
         plan.folder.parent.mkdir(parents=True, exist_ok=True)
         project.rename(plan.folder)
     return values
-
-
-def matching(files: Iterable[str], patterns: str) -> set[str]:
-    """Return the files that a pattern names, or whose folder it names."""
-    paths = [re.escape(pattern).replace(r"\*", "[^/]*") for pattern in patterns.split()]
-    return {file for file in files for path in paths if re.fullmatch(rf"{path}(/.*)?", file)}
 
 
 def copy(project: Path, file: str, to: str = "") -> None:
@@ -256,7 +264,7 @@ def copy_task(project: Path, task: str, files: set[str]) -> dict[str, str]:
     """Copy the task's config, tests and example data. Return what `make train` needs of them."""
     config = first_config(task, files)
     text = read(HERE / config) if config else f"run_name: {task}\ntask:\n  name: {task}\n"
-    maker = "".join(re.findall(r"python -m examples\.(\w+)", text)[:1])
+    maker = "".join(re.findall(r"python -m examples\.(make_\w+)", text)[:1])
     weights = "weights" if "sentence-transformers/all-MiniLM-L6-v2" in text else ""  # a package has them too
     own = {config, f"configs/{task}.yaml", f"tests/tasks/test_{task}.py"} & files
     own |= matching(files, " ".join(re.findall(r"examples/[\w/.-]+\w", text)))
@@ -267,17 +275,19 @@ def copy_task(project: Path, task: str, files: set[str]) -> dict[str, str]:
         (project / "configs").mkdir()
         write(project / f"configs/{task}.yaml", text)
     values = {"code": moved(module_file(TASKS[task]), task), "config": moved(config, task) or f"configs/{task}.yaml"}
-    values |= {"run": re.findall(r"^run_name: (\S+)", text, re.M)[0], "needs": " data" * bool(maker)}
+    values |= {"run": [*re.findall(r"^run_name: ([\w.-]+)$", text, re.M), task][0], "needs": " data" * bool(maker)}
     values |= {"rule": DATA_RULE.format(maker) * bool(maker), "settings": "--task.model=$$model " * bool(weights)}
     return values | {"model": "model=$(or $(MODEL),$$($(BIN)/python -m examples.weights)) && " * bool(weights)}
 
 
 def first_config(task: str, files: set[str]) -> str:
-    """Return the first config of the task that a CPU can train; nothing if there is none."""
-    configs = [file for file in sorted(files) if re.fullmatch(r"configs/\w+\.yaml|examples/\w+\.yaml", file)]
-    configs.sort(key=f"examples/{task}.yaml".__ne__)
-    texts = {file: read(HERE / file) for file in configs}
-    return next((file for file in texts if f"\n  name: {task}\n" in texts[file] and "/cpu.yaml" in texts[file]), "")
+    """Return a config of the task: its example's, else the first that a CPU can train; nothing if there is none."""
+    texts = {file: read(HERE / file) for file in matching(files, "configs examples") if file.endswith(".yaml")}
+    found = [file for file, text in texts.items() if re.search(rf"(?m)^  name: {task}\s*(#.*)?$", text)]
+    found += {f"configs/{task}.yaml"} & texts.keys()
+    return min(
+        found, key=lambda file: (file != f"examples/{task}.yaml", "/cpu.yaml" not in texts[file], file), default=""
+    )
 
 
 def moved(file: str, task: str) -> str:
@@ -290,7 +300,7 @@ def write_own_files(project: Path, plan: Plan, values: dict[str, str]) -> None:
     what, data = page(plan.task)
     values = {"what": what, "data": data, **values}  # the first two name others
     pages = sorted(page.relative_to(project) for page in [*project.glob("docs/*.md"), *project.glob("plan/*.md")])
-    values["pages"] = "\n".join(f"| {read(project / p)[2:].splitlines()[0]} | [{p.name}]({p}) |" for p in pages)
+    values["pages"] = "\n".join(f"- [{p}]({p}): {read(project / p)[2:].splitlines()[0]}" for p in pages)
     for stub in ("README.md", "AGENTS.md", "rules.mk"):
         text = read(HERE / "scripts/new" / stub)
         for name, value in values.items():
@@ -311,9 +321,12 @@ def write_own_files(project: Path, plan: Plan, values: dict[str, str]) -> None:
 def put_in_names(project: Path, values: dict[str, str]) -> None:
     """Name the project, its task, config and runs wherever others are named."""
     task, config, run = values["task"], values["config"], values["run"]
-    names = {"accelerate-template": values["name"], f"examples.{task}": f"src.tasks.{task}"}
-    names |= {f"examples/{task}.py": values["code"], f"examples/{task}.yaml": config, "examples/blank.yaml": config}
-    names |= {"name=blank": f"name={task}", "sweeps/blank": f"sweeps/{task}", "blank-sweep": f"{task}-sweep"}
+    names = {
+        "accelerate-template": values["name"], f"examples.{task}": f"src.tasks.{task}", "-k parity": "-k learns",
+        f"examples/{task}.py": values["code"], f"examples/{task}.yaml": config, "examples/blank.yaml": config,
+        "name=blank": f"name={task}", "sweeps/blank": f"sweeps/{task}", "blank-sweep": f"{task}-sweep",
+        "the blank task": f"the task {task}", "task blank": f"task {task}", "configs/digits.yaml": config,
+    }  # fmt: skip
     if task != "mnist":
         names |= {"configs/mnist.yaml": config, "runs/mnist": f"runs/{run}", "task.name=mnist": f"task.name={task}"}
         names |= {"sweeps/mnist.yaml": f"sweeps/{task}.yaml"}

@@ -42,7 +42,7 @@ AT_START: list[Callable[[Config], None]] = [
     require_one_gpu,
 ]
 AROUND_STEPS: list[Callable[[Run, Fetched, TrainStep], tuple[Fetched, TrainStep]]] = [
-    # functions that wrap the iterator over steps, and train_step
+    # functions that wrap the iterator over steps, and train_step: the last is the outermost
     capture,
     measure,
 ]

@@ -49,17 +49,16 @@ def explain_missing(kind: type, error: BaseException, traceback: Any) -> None:
     """Print an exception that nobody handles; for a missing module of the project, the line that names it, and exit
     with code 2."""
     name = str(getattr(error, "name", ""))
-    if not isinstance(error, ModuleNotFoundError) or not name.startswith(("src.", "examples.")):
-        sys.__excepthook__(kind, error, traceback)
-        return
-    if process := sys.modules.get("src.distributed.process"):
-        process.HAS_FAILED.set()  # so that it ends the launcher without its traceback
-    first = [PROJECT / "src/parts.py", PROJECT / "src/tasks/__init__.py"]  # where optional things are listed
-    for file in [*first, *sorted(PROJECT.glob("src/**/*.py")), PROJECT / "train.py"]:
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
-            if re.search(rf"\b{re.escape(name)}\b", line):
-                where = f"{file.relative_to(PROJECT)}: line {number} names {name}, which is not there"
-                fail([f"{where}: delete the line, and its name in a list, or bring the file back"])
+    if isinstance(error, ModuleNotFoundError) and name.startswith(("src.", "examples.")):
+        if process := sys.modules.get("src.distributed.process"):
+            process.HAS_FAILED.set()  # so that it ends the launcher without its traceback
+        first = [PROJECT / "src/parts.py", PROJECT / "src/tasks/__init__.py"]  # where optional things are listed
+        for file in [*first, *sorted(PROJECT.glob("src/**/*.py")), PROJECT / "train.py"]:
+            for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+                if re.search(rf"\b{re.escape(name)}\b", line):
+                    where = f"{file.relative_to(PROJECT)}: line {number} names {name}, which is not there"
+                    fail([f"{where}: delete the line, and its name in a list, or bring the file back"])
+    sys.__excepthook__(kind, error, traceback)
 
 
 def fail(lines: list[str]) -> NoReturn:

@@ -13,7 +13,7 @@ def push_to_hub(config: Config) -> None:
     """Upload the exported model to config.push_to_hub, if that is set, but not further models in its folder, which need
     repositories of their own. Raise a RunError if that fails; the run itself is complete."""
     folder, repository = config.folder / "model", config.push_to_hub
-    if repository is None:
+    if not repository:
         return
     excluded = [f"{card.parent.name}/*" for card in folder.glob("*/README.md")]
     options = (f"--exclude={pattern}" for pattern in excluded)

@@ -30,7 +30,7 @@ def note_labels(name: str, loss: Tensor, targets: float) -> None:
 def summed_labels(node: Any, depth: int = 8) -> float:
     """Return over how many labels a result of autograd, `node`, sums one of torch's losses: weighted as they are, and
     the most if it sums several. Look back at `depth` operations, as the paths through them may double with each."""
-    # 1 is a mean
+    # autograd stores 1 for a mean
     if getattr(node, "_saved_reduction", 1) != 1:
         return (node._saved_target != getattr(node, "_saved_ignore_index", math.nan)).sum().item()
     factor = getattr(node, "_saved_other", 1.0)

@@ -8,7 +8,7 @@ from queue import Queue
 from threading import Event, Thread
 from typing import Any
 
-from src.checkpoint.files import read_json, write_json
+from src.checkpoint.files import write_json
 from src.config.errors import cause
 from src.config.terminal import say
 from src.tracking.part import Entry, Part
@@ -86,15 +86,9 @@ class Guarded(Part):
         if not self.failure:
             self.closing = self._part.closing
         elif summary:
-            self._add_failure()
-
-    def _add_failure(self) -> None:
-        """Add the failure to summary.json."""
-        file = self._part.folder / "summary.json"
-        with contextlib.suppress(OSError):  # it has been told, and the run is done
-            summary = read_json(file)
             summary.setdefault("tracker_failures", {})[self.title] = self.failure
-            write_json(file, summary)
+            with contextlib.suppress(OSError):  # it has been told, and the run is done
+                write_json(self._part.folder / "summary.json", summary)
 
     def _follow(self) -> None:
         """Start the part, log the entries as they come, and end it."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from src.config.config import Config
 from src.config.environment import LaunchEnv
 from src.config.errors import UserError
+from src.distributed.launcher import unusable_gpu
 from src.tasks.base import Counts
 from src.training.batches import Fetched, MicroBatch, TrainStep
 from src.training.optim import lr_at
@@ -37,7 +38,9 @@ def require_one_gpu(config: Config[Any]) -> None:
     is_cuda = not asked.cpu and torch.cuda.is_available()
     is_fp16 = asked.precision == "fp16" and config.mode != "check"  # which computes in fp32
     if not (is_alone and is_cuda) or is_fp16 or config.optim.name == "muon":
-        raise UserError("cuda_graphs=true needs one NVIDIA GPU, without accumulation, fp16 or muon")
+        reason = None if asked.cpu or is_cuda else unusable_gpu()
+        needs = "cuda_graphs=true needs one NVIDIA GPU, without accumulation, fp16 or muon"
+        raise UserError(*filter(None, [reason, needs]))
 
 
 def capture(run: Run, steps: Fetched, take_step: TrainStep) -> tuple[Fetched, TrainStep]:

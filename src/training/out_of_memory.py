@@ -4,10 +4,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from src.config.errors import UserError
-from src.training.gradients import local_gradients, to_local
+from src.training.held import tensors_of
 from src.training.run import Run
 
 GB = 1e9
@@ -28,13 +27,3 @@ def explaining_memory(phase: str, run: Run | None = None) -> Iterator[None]:
             held["activations"] = torch.cuda.max_memory_allocated() - sum(held.values())
             line += ": " + ", ".join(f"{name} {size / GB:.1f}" for name, size in held.items())
         raise UserError(f"{line}; {HELP}") from error
-
-
-def tensors_of(run: Run) -> dict[str, list[Tensor]]:
-    """Return this process's tensors by what they are: `parameters`, `gradients` and `optimizer`."""
-    states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
-    return {
-        "parameters": [to_local(parameter) for parameter in run.parameters],
-        "gradients": local_gradients(run.parameters),
-        "optimizer": [to_local(value) for state in states for value in state.values() if isinstance(value, Tensor)],
-    }

@@ -21,7 +21,7 @@ class CausalLMSettings(
     """Tokens to add to the tokenizer, such as <|im_start|>. Their rows in the first and last layer are trained,
     alongside adapters too."""
     text_column: str | None = None
-    """Column of raw text. If none of the four column settings is set, the column names decide."""
+    """Column of raw text. If none of these columns is set, the names of the dataset's columns decide."""
     prompt_column: str | None = None
     """Column of prompts, texts or lists of messages; needs completion_column too."""
     completion_column: str | None = None

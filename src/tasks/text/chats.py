@@ -290,9 +290,9 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
     start = len(commonprefix([given, text]))  # noqa: RUF071  # by character, not by part of a path
     turn, rest = render(chat[: i + 1])[start:], text[start:]
     is_found = not i or start == len(given) or text.startswith(render(chat[:i]).removesuffix(eos))
-    size = len(turn)
-    if not rest.startswith(turn):
-        size = max(_overlap(turn, rest), _overlap(turn.removesuffix(eos), rest))
+    written = {turn, turn.removesuffix(eos)}
+    whole = [len(part) for part in written if rest.startswith(part)]
+    size = max(whole, default=0) or max(_overlap(part, rest) for part in written)
     if not size or not is_found:
         raise UserError(
             f"the tokenizer's chat template rewrites earlier turns once a chat continues, so the assistant's in "

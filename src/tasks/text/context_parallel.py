@@ -42,8 +42,10 @@ class LongSequences(PackedSequences):
 
     def collate(self, samples: list[list[Chunk]]) -> Batch:
         batch, cp = super().collate(samples), self.state.cp
+        if cp.size == 1:
+            return batch
         sizes = [sum(len(chunk["input_ids"]) for chunk in sample) for sample in samples]
-        return shard_batch(batch, sizes, cp) if cp.size > 1 else batch
+        return shard_batch(batch, sizes, cp)
 
 
 def require_splittable(config: PreTrainedConfig, packing: bool) -> None:

@@ -21,7 +21,7 @@ from src.tasks.base import Tensors
 from src.tasks.text.chats import ends_of_turn
 
 ENDS: list[Callable[[PreTrainedTokenizerFast], list[str]]] = [
-    # functions that find tokens that end a turn, of which the first ends generation too
+    # functions that return the tokens that end a turn: the first of them also ends generation
     ends_of_turn,
 ]
 
@@ -44,7 +44,7 @@ def set_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     eos_token_ids = [known] if isinstance(known, int) else known or []
     for mark in [mark for find in ENDS for mark in find(tokenizer)[:1]]:
         if (end := tokenizer.get_vocab()[mark]) not in eos_token_ids:
-            generation.eos_token_id = [*eos_token_ids, end]
+            eos_token_ids = generation.eos_token_id = [*eos_token_ids, end]
 
 
 def drop_settings_without_effect(generation: Any) -> list[str]:
