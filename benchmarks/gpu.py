@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.utils import is_bitsandbytes_available, is_torchao_available
 
 import train
+from benchmarks.hidden import HIDDEN
 from benchmarks.language import Plan, write_text
 from benchmarks.pairs import drift
 from benchmarks.runs import NEVER, PROJECT, Output, Side, arguments, launch, running, train_py, write_images
@@ -51,10 +51,6 @@ from src.tracking.performance import peak_flops
 from src.tracking.report import Report
 from src.training.run import new_model
 from tests.launching import rank_environments, warm
-
-HIDDEN = {name for name in ("bitsandbytes", "torchao") if find_spec(name)}
-"""Libraries that touch the GPU when they are imported: missing to what is imported here, but not to what is forked."""
-sys.modules.update(dict.fromkeys(HIDDEN))  # type: ignore[arg-type]  # None: it can't be imported
 
 STEPS, SAVED = 12, 6
 """Steps of the runs that are compared, and the one after which those that are killed have saved."""
