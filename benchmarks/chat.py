@@ -101,9 +101,9 @@ def measure(_: Path, folder: Path, trl: str) -> list[Comparison]:
         assert off < 0.02, f"not the same losses: {off}"
         theirs = [float(line.split()[1]) for line in side.log.splitlines() if line.startswith("tokens ")]
         found = speeds, per_second(theirs, side)
-        rows.append(Comparison(f"chat packed, {question}", "tokens/s", *found, 1.5, is_gain=True))
+        rows.append(Comparison(f"chat packed, {question}", "tokens/s", found[0], found[1], 1.5, is_gain=True))
         peaks = [max(peak) / 1e9], [work["peak"] / 1e9]
-        rows.append(Comparison(f"chat memory, {question}", "GB", *peaks, 1.0, is_gain=False))
+        rows.append(Comparison(f"chat memory, {question}", "GB", peaks[0], peaks[1], 1.0, is_gain=False))
     return rows
 
 

@@ -132,7 +132,7 @@ def measure(data_dir: Path, folder: Path) -> list[Comparison]:
             side = Side([*command, *words], folder / name).run()
             found = json.loads((side.folder / "found.json").read_text())
             for (question, target), times in zip(questions.items(), found, strict=True):
-                rows.append(Comparison(question, "s", *times, target, is_gain=True))
+                rows.append(Comparison(question, "s", times[0], times[1], target, is_gain=True))
     return rows
 
 

@@ -8,9 +8,6 @@ It needs no internet, and writes each result as soon as it is known: a proof tha
 The most important comes first, what no longer fits into the minutes is left out. The Llama of the last rows has 1.1
 billion parameters in TinyLlama's shape, or fewer where the GPU has less than 75 GiB. MNIST is read from DIR/MNIST/raw;
 without it, random images take its place, and accuracy is not asked for.
-
-Runs of train.py start within a second, each forked from this process, which has imported what they need (`warm` of
-tests/launching.py). It must not touch the GPU: CUDA can't be used in a process that was forked after that.
 """
 
 import argparse
@@ -30,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 

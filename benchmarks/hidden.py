@@ -1,4 +1,4 @@
-"""Hide libraries that touch the GPU when they are imported: a process that did cannot be forked. Import this first."""
+"""Hide libraries that touch the GPU when they are imported: a process that did cannot be forked. Import it first."""
 
 import sys
 from importlib.util import find_spec

@@ -130,13 +130,13 @@ def compare(precision: str, ours: dict[str, float], folder: Path) -> Iterator[Co
 
 def compare_saves(folder: Path) -> Comparison:
     write_text(folder, sequences=(SAVES + 2) * STEPS, length=32)
-    plan, pauses = Plan(LARGE, length=32, batch=1), {"ends": r"\(paused ([\d,]+) ms\)", "file": "log"}
+    plan, pauses = Plan(LARGE, length=32, batch=1), r"\(paused ([\d,]+) ms\)"
     settings = plan.settings(folder / "data") | {"save_every": STEPS, "max_steps": (SAVES + 2) * STEPS}
     commands = {"ours": train_py(settings), "saves": plan.peer("saves", folder)}
-    sides = [Side(command, folder / name, **pauses) for name, command in commands.items()]
+    sides = [Side(command, folder / name, ends=pauses, file="log") for name, command in commands.items()]
     take_turns(SAVES, sides)
     times = [side.values[1 : 1 + SAVES] for side in sides]
-    return Comparison("pause of a save, Llama of 100M, save_state", "ms", *times, 1, is_gain=False)
+    return Comparison("pause of a save, Llama of 100M, save_state", "ms", times[0], times[1], 1, is_gain=False)
 
 
 def measure(_: Path, folder: Path) -> list[Comparison]:

@@ -89,12 +89,12 @@ def train_by_trainer(peer: Peer) -> None:
                 peer.record(float(logs["loss"]))  # rounded to four digits or so
 
     plan = peer.plan
-    optim = {"optim": "adamw_torch_fused", "learning_rate": plan.lr, "lr_scheduler_type": "constant"}
+    optim: dict[str, Any] = {"optim": "adamw_torch_fused", "learning_rate": plan.lr, "lr_scheduler_type": "constant"}
     optim |= {"weight_decay": WEIGHT_DECAY, "max_grad_norm": 0}
-    batches = {"per_device_train_batch_size": plan.micro, "gradient_accumulation_steps": peer.passes_per_step}
-    batches |= {"train_sampling_strategy": "sequential", "num_train_epochs": 1, "seed": SEED}
+    optim |= {"per_device_train_batch_size": plan.micro, "gradient_accumulation_steps": peer.passes_per_step}
+    optim |= {"train_sampling_strategy": "sequential", "num_train_epochs": 1, "seed": SEED}
     quiet = {"logging_steps": plan.interval, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    how: Any = {"use_cpu": not plan.is_cuda, "bf16": plan.precision == "bf16"} | optim | batches | quiet
+    how: Any = {"use_cpu": not plan.is_cuda, "bf16": plan.precision == "bf16"} | optim | quiet
     arguments = transformers.TrainingArguments("trainer", **how)
     assert arguments.device.type == ("cuda" if plan.is_cuda else "cpu")
     sharded_on_cpu()  # once more, as finding out the device has made Accelerate forget it

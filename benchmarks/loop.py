@@ -84,7 +84,7 @@ def compare(question: str, target: float, steps: int, settings: dict[str, Any], 
     times = [ms_per_step(steps, seconds) for seconds in take_turns(ROUNDS, (ours, theirs))]
     losses = [statistics.mean(side.values[:every]) for side in (ours, theirs)]
     assert drift(losses[:1], losses[1:]) < 0.1, losses
-    return Comparison(question, "ms/step", *times, target, is_gain=False)
+    return Comparison(question, "ms/step", times[0], times[1], target, is_gain=False)
 
 
 def measure(data_dir: Path, folder: Path) -> list[Comparison]:

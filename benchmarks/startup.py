@@ -125,7 +125,7 @@ def compare_mnist(data_dir: Path, folder: Path) -> Comparison:
     script = own("startup", "mnist", data_dir)
     settings = {"task.data_dir": data_dir}
     found = in_turn(ROUNDS, lambda: to_step(ours(settings), folder / "ours"), lambda: to_step(script, folder / "peer"))
-    return row("MNIST to the first step, a script", *found)
+    return row("MNIST to the first step, a script", found[0], found[1])
 
 
 def compare_language_models(folder: Path) -> list[Comparison]:
@@ -161,7 +161,7 @@ def compare_launches(data_dir: Path, folder: Path) -> Comparison:
         lambda: seconds_until(FIRST_STEP, [*launch("cpu"), *ours(settings)[1:]], folder / "launched")[0],
         lambda: seconds_until("^built", [*launch("cpu"), str(empty)], folder / "empty")[0],
     )
-    return row("accelerate launch, MNIST to the first step, an empty script", *found)
+    return row("accelerate launch, MNIST to the first step, an empty script", found[0], found[1])
 
 
 def compare_answer(name: str, word: str, says: str, folder: Path) -> Comparison:

@@ -93,7 +93,7 @@ def compare_starts(large: Path, small: Path) -> Comparison:
             return float(subprocess.check_output(own("streaming", "start", folder), cwd=PROJECT, env=env).split()[-1])
 
     found = in_turn(ROUNDS, lambda: start(large), lambda: start(small))
-    return Comparison("streaming: start, all rows, a tenth", "s", *found, 1.3, is_gain=False)
+    return Comparison("streaming: start, all rows, a tenth", "s", found[0], found[1], 1.3, is_gain=False)
 
 
 def compare_first_epochs(folder: Path, rows: int) -> Comparison:
@@ -116,7 +116,7 @@ def compare_first_epochs(folder: Path, rows: int) -> Comparison:
         return rows / seconds(lambda: deque(texts, maxlen=0), time.process_time)
 
     found = in_turn(ROUNDS, ours, theirs)
-    return Comparison("streaming: first epoch, datasets", "rows/s", *found, 1, is_gain=True)
+    return Comparison("streaming: first epoch, datasets", "rows/s", found[0], found[1], 1, is_gain=True)
 
 
 def compare_with_loaded(folder: Path) -> Comparison:
@@ -132,7 +132,7 @@ def compare_with_loaded(folder: Path) -> Comparison:
 
     read(task, stream, range(size))  # fills the cache
     found = in_turn(ROUNDS, lambda: speed(task, replace(stream), range(size)), lambda: speed(loaded, table, order))
-    return Comparison("streaming: from the cache, map-style", "tokens/s", *found, 0.9, is_gain=True)
+    return Comparison("streaming: from the cache, map-style", "tokens/s", found[0], found[1], 0.9, is_gain=True)
 
 
 def measure(_: Path, folder: Path, rows: int) -> list[Comparison]:

@@ -90,7 +90,7 @@ def compare_ddp(folder: Path) -> Comparison:
     off = drift(ours.values[:1], theirs.values[:1])
     assert off < 1e-5, f"other losses: {ours.values}, {theirs.values}"
     times = [ms_per_step(INTERVAL, seconds) for seconds in turns]
-    return Comparison("DDP x2: MNIST CNN, plain tuned DDP", "ms/step", *times, 1, is_gain=True)
+    return Comparison("DDP x2: MNIST CNN, plain tuned DDP", "ms/step", times[0], times[1], 1, is_gain=True)
 
 
 def compare_fsdp(folder: Path) -> Iterator[Comparison]:
@@ -114,8 +114,8 @@ def compare_shared(folder: Path) -> Comparison:
     yamls = {"fsdp_cp": 2, "fsdp": 1}
     sides = [Side(train_py(settings | {"micro_batch_size": n}, yaml, 2), folder / yaml) for yaml, n in yamls.items()]
     times = take_turns(SHARED_ROUNDS, sides)
-    assert_same(*sides, within=1e-5)
-    return Comparison("sequences shared by two processes, FSDP x2", "s", *times, 1.2, is_gain=False)
+    assert_same(sides[0], sides[1], within=1e-5)
+    return Comparison("sequences shared by two processes, FSDP x2", "s", times[0], times[1], 1.2, is_gain=False)
 
 
 def measure(_: Path, folder: Path) -> list[Comparison]:

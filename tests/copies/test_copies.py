@@ -105,7 +105,7 @@ def is_there(project: Path, path: str) -> bool:
 def test_a_copys_pages_name_only_its_settings(copied: tuple[Path, str, str]) -> None:
     project, *_ = copied
     tasks = re.findall(r'^    "(\w+)": "', (project / "src/tasks/__init__.py").read_text(), re.M)
-    known = {name for task in tasks for name, *_ in setting_fields(Config[resolve_name(MAP[task])])}  # type: ignore[misc]
+    known = {name for task in tasks for name, *_ in setting_fields(Config[resolve_name(MAP[task])])}  # type: ignore[arg-type, misc]
     gone = tuple(start for part, start in OPTIONAL.items() if not all(map(project.glob, PARTS[part]["files"].split())))
     for page in [*project.glob("docs/*.md"), project / "README.md"]:
         text = page.read_text()

@@ -193,7 +193,7 @@ def test_links_are_neither_written_through_nor_deleted_through(tmp_path: Path, v
     """Planted before or during a run, under any name that it writes to for a while."""
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "tmp_step_00000004/inner").mkdir(parents=True)
-    for name, target in {"tmp_step_00000008": victim, "tmp_state.json": victim / "file", "tmp_x": "nowhere"}.items():
+    for name, target in (("tmp_step_00000008", victim), ("tmp_state.json", victim / "file"), ("tmp_x", Path("none"))):
         (checkpoints / name).symlink_to(target)
     files.remove_incomplete(checkpoints)
     assert [*checkpoints.iterdir()] == []

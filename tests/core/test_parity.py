@@ -50,9 +50,9 @@ classifier with adapters  -    -    -     slow -      -            -            
 classifier with a decoder -    -    -     fast -      -            -            -
 chat                      -    slow -     slow -      -            -            -
 chat with new tokens      -    -    -     slow -      -            -            -
-pictures                  -    slow -     fast -      -            -            -
-table                     -    fast -     slow -      -            -            -
-pairs                     -    slow -     fast -      -            -            -
+pictures                  -    slow -     slow -      -            -            -
+table                     -    slow -     slow -      -            -            -
+pairs                     -    slow -     slow -      -            -            -
 tags                      -    slow -     slow -      -            -            -
 """
 """A new task: test_add_task.py. Streamed mixtures: streaming/test_streaming.py."""

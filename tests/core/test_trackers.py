@@ -222,7 +222,7 @@ def test_all_sessions_of_a_run_are_uploaded(recorded: Run) -> None:
     """By the command that the run prints."""
     (line,) = lines(recorded, "upload")
     command = f"{line.split(maxsplit=1)[1]} --dry-run"
-    offline = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    offline: dict[str, Any] = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
     shown = run_command(["sh", "-c", command], recorded.folder, **offline).succeeded()
     assert "Would sync 2 run(s)" in shown.stdout + shown.stderr
 

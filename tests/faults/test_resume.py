@@ -53,7 +53,7 @@ TABLE += (  # room: text
     "chat              -    -    slow -",
 )
 TABLE += (  # room: examples
-    "pictures          -    -    fast -",
+    "pictures          -    -    slow -",
     "table             -    -    slow -",
 )
 TABLE += (  # room: text+examples

@@ -63,7 +63,8 @@ def print_held_and_sent(arguments: list[str]) -> None:
     """Take a step of a run on CPUs; print the bytes that its first process holds, by kind, and that it sends."""
     run = build(run_settings(arguments))
     assert run
-    found, step_if_finite = {}, train.step_if_finite
+    found: dict[str, Any] = {}
+    step_if_finite = train.step_if_finite
 
     def size(tensors: Iterable[Any]) -> int:
         return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
