@@ -309,7 +309,7 @@ def test_the_image_and_locked_packages_are_pinned_and_raised() -> None:
     assert len(files) > 1000
     assert all(file["hash"].startswith("sha256:") for file in files)
     assert "run: uv sync --locked" in (PROJECT / ".github/workflows/versions.yml").read_text()
-    raised = re.findall(r"package-ecosystem: (\S+)", (PROJECT / ".github/dependabot.yml").read_text())
+    raised = re.findall(r"package-ecosystem: ([\w-]+)", (PROJECT / ".github/dependabot.yml").read_text())
     assert sorted(raised) == ["docker", "github-actions", "pip", "uv"]
 
 
