@@ -89,9 +89,6 @@ def measure(data_dir: Path, folder: Path, epochs: int, peer: Path | None) -> lis
 
 
 if __name__ == "__main__":
-    pairs.main(
-        measure,
-        __doc__,
-        epochs={"type": int, "default": 5, "help": "how many of the recipe's 14"},
-        peer={"type": Path, "help": "your own download of pytorch/examples' mnist/main.py"},
-    )
+    epochs = {"type": int, "default": 5, "help": "how many of the recipe's 14"}
+    peer = {"type": Path, "help": "your own download of pytorch/examples' mnist/main.py"}
+    pairs.main(measure, __doc__, epochs=epochs, peer=peer)

@@ -14,6 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import yaml
 
@@ -45,11 +46,11 @@ def finding(row: dict[str, str], project: Path) -> str:
         return f"the file has what is taken out {before.count(row['takes'])} times, not once"
     file.write_text(before.replace(row["takes"], row.get("puts", "")), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", row["fails"]]
+    # no bytecode: two versions of a file may have the same size, and be written in the same second
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    how: dict[str, Any] = {"env": environment, "capture_output": True, "encoding": "utf-8", "timeout": SECONDS}
     try:
-        done = subprocess.run(
-            command, cwd=project, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8",
-            timeout=SECONDS,
-        )  # fmt: skip
+        done = subprocess.run(command, cwd=project, **how)
     except subprocess.TimeoutExpired:
         return ""
     finally:
