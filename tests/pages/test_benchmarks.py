@@ -44,7 +44,8 @@ def test_a_ratio_is_worse_only_beyond_the_noise(unit: str, is_gain: bool, better
     ]
 
 
-def test_the_readme_shows_the_losses_of_a_run(launch: Launch) -> None:  # room: text+template
+@pytest.mark.slow
+def test_the_readme_shows_the_losses_of_a_run(launch: Launch) -> None:
     """Four digits are rounded by 5e-5, and another processor's rounding adds 1e-5, as between strategies."""
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", (PROJECT / "README.md").read_text(), re.MULTILINE)
     shown = {int(step): list(map(float, losses.split(" | "))) for step, losses in rows}

@@ -49,7 +49,7 @@ def check_output(run: Run, said: str) -> None:
     assert printed == said
 
 
-@pytest.mark.parametrize("lesson", LESSONS)
+@pytest.mark.parametrize("lesson", [slow(lesson) if lesson[0] in "3456" else lesson for lesson in LESSONS])
 @pytest.mark.parametrize("nudge", [LARGER, slow(SMALLER)], ids=["larger", "smaller"])
 def test_the_file_prints_what_its_page_says(launch: Launch, lesson: str, nudge: str) -> None:
     """And its own assertions hold."""

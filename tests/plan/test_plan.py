@@ -81,6 +81,7 @@ def plan(shared: Path, tmp_path: Path, text: str) -> Callable[[str, int], Any]:
     return found
 
 
+@pytest.mark.slow
 @needs_text
 @needs_null_gpu
 def test_sharing_sequences_holds_and_sends_what_is_counted_by_hand(plan: Plan) -> None:

@@ -4,11 +4,11 @@ import pytest
 
 from tests.text.conftest import made, models, own_folder, trained  # noqa: F401
 
-COMPARED = "TestMnist", "TestCausalLM", "TestTextClassification"
+SLOW = "TestMnist", "TestCausalLM", "TestTextClassification", "TestImageClassification", "TestTokenClassification"
 """Tests of tasks whose curves tests/core/test_parity.py compares, and which tests/faults/test_resume.py resumes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(name in item.nodeid for name in COMPARED):
+        if any(name in item.nodeid for name in SLOW):
             item.add_marker(pytest.mark.slow)

@@ -54,6 +54,7 @@ def trials(folder: Path) -> list[tuple[str, str]]:
     return [(trial.user_attrs.get("folder", ""), trial.state.name) for trial in found]
 
 
+@pytest.mark.slow
 def test_a_killed_search_resumes_its_trial_and_names_the_best(tmp_path: Path) -> None:
     words = ("--task.source=digits", "--max_steps=30", "--save_every=4", "--eval_every=8", *QUIET)
     command = [sys.executable, "-m", "examples.optuna_sweep", str(tmp_path / "search"), "2", *words]
