@@ -1,4 +1,7 @@
-"""Save while training continues: copy the tensors, and write the copy in the background."""
+"""Save a checkpoint while training continues: copy the tensors, and write the copy in the background.
+
+The docstring of src/checkpoint/__init__.py lists the files of a checkpoint, and what each of them holds.
+"""
 
 import contextlib
 import json
