@@ -46,19 +46,17 @@ TABLE: tuple[str, ...] = (
     "end of an epoch   slow fast slow -",
     "the largest seed  -    -    -    slow",
 )
-TABLE += (  # room: text
+TABLE += (
     "lm with dropout   slow slow fast -",
     "lm with adapters  -    -    fast -",
     "lm in 4 bits      fast -    -    -",
     "chat              -    -    slow -",
 )
-TABLE += (  # room: examples
+TABLE += (
     "pictures          -    -    slow -",
     "table             -    -    slow -",
 )
-TABLE += (  # room: text+examples
-    "pairs             -    -    slow -",
-)
+TABLE += ("pairs             -    -    slow -",)
 """Runs that end at a checkpoint; test_killed.py and test_preemption.py kill runs for real."""
 
 

@@ -32,14 +32,12 @@ def find(pattern: str, name: str) -> list[Any]:
 
 
 def test_make_targets_that_the_pages_name_exist() -> None:
-    """Tried with `make tests` in CONTRIBUTING.md."""
     for page in pages():
         called = find(r"(?:`|^ *)make ([a-z-]+)(?=`|  | [A-Z]+=|$)", str(page))
         assert set(called) <= TARGETS, page
 
 
 def test_files_and_tests_that_the_guides_name_exist() -> None:
-    """Tried with src/optimizers.py, with a link to docs/setting.md and with `-k setting_up`."""
     tests = " ".join(path.name for path in TESTS)
     for guide in ("AGENTS.md", "CONTRIBUTING.md"):
         text = re.sub(r"\[[^]]*\]\(|\.venv/bin/", " ", read(guide))  # of a link, only its target
@@ -53,8 +51,7 @@ def test_files_and_tests_that_the_guides_name_exist() -> None:
 
 
 def test_the_readme_begins_by_training_testing_and_chatting() -> None:
-    """Each sets up what it needs, and what is tested there is tested on each push. Tried without `make test` in the
-    README, without its minutes, without `setup` in its rule, and without `make test-gpu` in .ci/run."""
+    """Each sets up what it needs, and what is tested there is tested on each push."""
     block = read("README.md").split("```\n")[1]
     assert re.findall(r"^make ([a-z-]+) +# .*minutes", block, re.MULTILINE) == ["train", "test", "chat"]
     rules = read("Makefile") + read("examples/text.mk")
@@ -63,14 +60,12 @@ def test_the_readme_begins_by_training_testing_and_chatting() -> None:
 
 
 def test_the_readme_is_short_and_shows_the_step_as_it_is() -> None:
-    """Tried with another name in the step of train.py."""
     assert read("README.md").count("\n") <= 120
     (step,) = re.findall(r"^def train_step.*?^    return [^\n]*\n", read("train.py"), re.DOTALL | re.MULTILINE)
     assert f"```python\n{step}```\n" in read("README.md")
 
 
 def test_each_page_asks_one_question_and_begins_with_an_example() -> None:
-    """Tried with a title that is none, and with a command that comes later."""
     asked = [*PROJECT.glob("docs/*.md"), *PROJECT.glob("plan/*.md")]
     assert 0 < len(asked) <= 31
     for page in asked:
@@ -80,7 +75,7 @@ def test_each_page_asks_one_question_and_begins_with_an_example() -> None:
 
 
 def test_each_link_of_a_page_leads_to_a_file_and_to_one_of_its_headings() -> None:
-    """And each page that code names is there. Tried with a heading renamed, and with a page of another name."""
+    """And each page that code names is there."""
     for page in pages():
         for target in links_of(page.read_text()):
             is_of_github = re.match(r"(\.\./)+(actions|generate|issues)\b", target)
@@ -101,7 +96,6 @@ def test_each_promise_links_to_the_file_of_its_tests() -> None:
 
 
 def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
-    """Tried without pyproject.toml in the first COPY, and without `data` in .dockerignore."""
     needed = find(r"^\$\(VENV\)/installed: (.*)$", "Makefile")[0].split()
     assert {"Makefile", *needed} <= set(find(r"^COPY (.*)$", "Dockerfile")[0].split())
     ignored = {line.removeprefix("**/") for line in read(".dockerignore").split()}
@@ -109,7 +103,6 @@ def test_the_image_has_what_make_setup_needs_and_no_outputs() -> None:
 
 
 def test_each_test_is_in_one_part_of_the_nightly_run() -> None:
-    """Tried without `make testall ARGS=tests/faults`, and with a part twice."""
     parts = find(r"make testall ARGS='?([^\n']+)", ".github/workflows/nightly.yml")
     paths = [path for part in parts for pattern in part.split() for path in PROJECT.glob(pattern)]
     files = [file for path in paths for file in (*path.glob("**/test_*.py"), path)]
@@ -118,7 +111,7 @@ def test_each_test_is_in_one_part_of_the_nightly_run() -> None:
 
 
 def test_the_lock_is_of_what_is_required() -> None:
-    """`uv lock` brings it up to date. Tried with another lower bound, and with another extra."""
+    """`uv lock` brings it up to date."""
     extras = tomllib.loads(read("pyproject.toml"))["project"]["optional-dependencies"]
     lines = [line.partition("#")[0] for line in read("requirements.txt").splitlines()]
     required = [Requirement(line) for lines in (filter(None, lines), *extras.values()) for line in lines]
@@ -132,7 +125,7 @@ def test_the_lock_is_of_what_is_required() -> None:
 
 @pytest.mark.parametrize("has_uv", [True, False])
 def test_make_setup_installs_by_uv_and_says_why_where_it_takes_pip(tmp_path: Path, has_uv: bool) -> None:
-    """With a Python that only notes how it is called. Tried without the fall back to pip."""
+    """With a Python that only notes how it is called."""
     for name in ("Makefile", "pyproject.toml", "requirements.txt", "requirements-dev.txt"):
         (tmp_path / name).write_text(read(name))
     stub = tmp_path / "python"
