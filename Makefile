@@ -2,6 +2,7 @@
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
+check_python = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
 BIN := $(VENV)/bin
 # One thread per core; otherwise the launcher chooses for itself, and prints a notice.
 export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
@@ -22,7 +23,7 @@ setup: $(VENV)/installed  ## create .venv with everything in it
 
 # uv takes a minute where pip takes five. It doesn't read pip.conf, so the index and constraints there are passed on.
 $(VENV)/installed: pyproject.toml requirements.txt requirements-dev.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
+	@$(check_python)
 	@echo "installing into $(VENV), a few GB: a minute or more"
 	@$(PYTHON) -m venv $(VENV)
 	@what="-r requirements.txt -r requirements-dev.txt"; pip="$(BIN)/python -m pip"; \

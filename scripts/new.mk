@@ -5,5 +5,5 @@ new: export NEW_DEST := $(value DEST)
 new: export NEW_TASK := $(value TASK)
 new: export NEW_WITHOUT := $(value WITHOUT)
 new:  ## start your own project: it asks for name, folder and task
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
+	@$(check_python)
 	@trap : INT; $(PYTHON) scripts/new.py || [ $$? = 130 ]  # which says that you left: make has nothing to add

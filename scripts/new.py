@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent.parent
-
-
 PARTS: dict[str, dict[str, str]] = tomllib.loads((HERE / "scripts/new/parts.toml").read_text(encoding="utf-8"))
 ALWAYS = (
     ".devcontainer .dockerignore .github/dependabot.yml .github/workflows/test.yml .gitignore .pre-commit-config.yaml"
@@ -139,9 +137,8 @@ def mistakes(plan: Plan, is_complete: bool) -> Iterator[str]:
 def name_mistakes(name: str) -> Iterator[str]:
     if not re.fullmatch(r"[a-zA-Z0-9]([\w-]{0,28}[a-zA-Z0-9])?", name, re.ASCII):  # 31 make a line of src too long
         yield f"{name}: needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends"
-    if name.lower() in re.findall(
-        r"^[\w-]+", read(HERE / "requirements.txt") + read(HERE / "requirements-dev.txt"), re.M
-    ):
+    required = read(HERE / "requirements.txt") + read(HERE / "requirements-dev.txt")
+    if name.lower() in re.findall(r"^[\w-]+", required, re.M):
         yield f"{name}: is a package that it needs; name it otherwise"
 
 
@@ -249,6 +246,17 @@ def write(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Return the files in a folder without links, which may lead to files of others."""
+    return [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
+
+
+def replaced(text: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        text = text.replace(old, new)
+    return text
+
+
 def copy_parts(project: Path, plan: Plan, files: set[str]) -> None:
     """Copy what each project has, without what is of other tasks and of the parts that it leaves out."""
     parts = [(name, part.get("files", "")) for name, part in PARTS.items()]
@@ -266,7 +274,8 @@ def copy_task(project: Path, task: str, files: set[str]) -> dict[str, str]:
     text = read(HERE / config) if config else f"run_name: {task}\ntask:\n  name: {task}\n"
     maker = "".join(re.findall(r"python -m examples\.(make_\w+)", text)[:1])
     weights = "weights" if "sentence-transformers/all-MiniLM-L6-v2" in text else ""  # a package has them too
-    own = {config, f"configs/{task}.yaml", f"tests/tasks/test_{task}.py"} & files
+    own, tests = {config, f"configs/{task}.yaml"} & files, f"tests/tasks/test_{task}.py"
+    copy(project, tests if tests in files else "tests/tasks/test_blank.py", to=tests)
     own |= matching(files, " ".join(re.findall(r"examples/[\w/.-]+\w", text)))
     own |= {f"examples/{module}.py" for module in ("__init__", maker, weights) if module and (maker or weights)}
     for file in own:
@@ -285,9 +294,8 @@ def first_config(task: str, files: set[str]) -> str:
     texts = {file: read(HERE / file) for file in matching(files, "configs examples") if file.endswith(".yaml")}
     found = [file for file, text in texts.items() if re.search(rf"(?m)^  name: {task}\s*(#.*)?$", text)]
     found += {f"configs/{task}.yaml"} & texts.keys()
-    return min(
-        found, key=lambda file: (file != f"examples/{task}.yaml", "/cpu.yaml" not in texts[file], file), default=""
-    )
+    found.sort(key=lambda file: (file != f"examples/{task}.yaml", "/cpu.yaml" not in texts[file], file))
+    return found[0] if found else ""
 
 
 def moved(file: str, task: str) -> str:
@@ -301,21 +309,16 @@ def write_own_files(project: Path, plan: Plan, values: dict[str, str]) -> None:
     values = {"what": what, "data": data, **values}  # the first two name others
     pages = sorted(page.relative_to(project) for page in [*project.glob("docs/*.md"), *project.glob("plan/*.md")])
     values["pages"] = "\n".join(f"- [{p}]({p}): {read(project / p)[2:].splitlines()[0]}" for p in pages)
-    for stub in ("README.md", "AGENTS.md", "rules.mk"):
-        text = read(HERE / "scripts/new" / stub)
-        for name, value in values.items():
-            text = text.replace(f"{{{name}}}", value)
-        write(project / stub, text)
-    rules, makefile = project / "rules.mk", project / "Makefile"
-    write(makefile, re.sub(r"(?ms)^train: .*?(?=^lint:)", lambda _: read(rules), read(makefile)))
-    rules.unlink()
+    marks, stubs = {f"{{{name}}}": value for name, value in values.items()}, HERE / "scripts/new"
+    for stub in ("README.md", "AGENTS.md"):
+        write(project / stub, replaced(read(stubs / stub), marks))
+    rules, makefile = replaced(read(stubs / "rules.mk"), marks), project / "Makefile"
+    write(makefile, re.sub(r"(?ms)^train: .*?(?=^lint:)", lambda _: rules, read(makefile)))
     tasks = project / "src/tasks/__init__.py"  # its own is the first, which is the default
     (own,) = re.findall(rf'^    "{plan.task}": .*\n', read(tasks), re.M)
     write(tasks, read(tasks).replace(own, "").replace("TASKS = {\n", f"TASKS = {{\n{own}"))
     if "wandb" in plan.kept:
         copy(project, "sweeps/blank.yaml", to=f"sweeps/{plan.task}.yaml")
-    if not (project / f"tests/tasks/test_{plan.task}.py").exists():
-        copy(project, "tests/tasks/test_blank.py", to=f"tests/tasks/test_{plan.task}.py")
 
 
 def put_in_names(project: Path, values: dict[str, str]) -> None:
@@ -330,18 +333,15 @@ def put_in_names(project: Path, values: dict[str, str]) -> None:
     if task != "mnist":
         names |= {"configs/mnist.yaml": config, "runs/mnist": f"runs/{run}", "task.name=mnist": f"task.name={task}"}
         names |= {"sweeps/mnist.yaml": f"sweeps/{task}.yaml"}
-    for file in filter(Path.is_file, project.rglob("*")):
-        text = read(file)
-        for old, new in names.items():
-            text = text.replace(old, new)
-        write(file, text)
+    for file in files_of(project):
+        write(file, replaced(read(file), names))
     file, what = project / "pyproject.toml", page(task)[0].splitlines()[0]
     write(file, re.sub(r"(?m)^description = .*$", lambda _: f"description = {json.dumps(what)}", read(file)))
 
 
 def drop_lines(project: Path, plan: Plan) -> None:
     """Drop the lines that name what is not there: imports with the lines of lists that use them, and others' lines."""
-    for file in (project / "src").rglob("*.py"):
+    for file in [file for file in files_of(project / "src") if file.suffix == ".py"]:
         lines = read(file).splitlines(keepends=True)
         named = {line: re.match(r'(?:from |    "\w+": ")((?:src|examples)[\w.]*)', line) for line in lines}
         gone = {line for line, name in named.items() if name and not is_there(project, name[1])}

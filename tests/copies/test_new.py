@@ -137,7 +137,11 @@ def test_a_task_that_is_not_committed_comes_along_or_is_missed(tmp_path: Path) -
     assert (done.exit_code, done.stderr.splitlines()[0]) == (2, says)
     blank = (PROJECT / "examples/blank.py").read_text()
     (here / "src/tasks/mine.py").write_text(blank.replace("Blank", "Mine").replace('"blank"', '"mine"'))
+    (elsewhere := tmp_path / "notes.md").write_text("accelerate-template")
+    (here / "src/tasks/notes.md").symlink_to(elsewhere)
     run_command(command, tmp_path, here).succeeded()
+    assert elsewhere.read_text() == "accelerate-template", "a link is not written through"
+    assert (there / "src/tasks/notes.md").is_symlink()
     assert (there / "src/tasks/mine.py").exists()
     assert "  name: mine\n" in (there / "configs/mine.yaml").read_text()
     assert "--task.name=mine" in (there / "tests/tasks/test_mine.py").read_text()
