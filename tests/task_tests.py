@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import set_seed
 from safetensors.torch import load_file
 
+from src.config.errors import UserError
 from src.start import run_settings
 from src.tasks.base import TaskState, samples
 from tests.launching import Launch, Run, mistakes
@@ -52,6 +53,14 @@ class TaskTests:
     def task(self, folder: Path) -> Any:
         """Return the task on its data in this folder, of which a test may have changed some."""
         return run_settings([word.replace("{folder}", str(folder)) for word in self.settings.split()]).task
+
+    def require_refusal(self, folder: Path, file: str, line: str, says: str) -> None:
+        """Write the data, with this line at the end of a file of theirs, and see them refused with such a message."""
+        self.write(folder)
+        with (folder / file).open("a") as rows:
+            rows.write(f"{line}\n")
+        with pytest.raises(UserError, match=says):
+            self.task(folder).build_datasets()
 
     @pytest.fixture(scope="class")
     @classmethod

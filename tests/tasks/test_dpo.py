@@ -1,23 +1,20 @@
 """A language model learns which of two answers to prefer."""
 
-import json
 import math
 import random
 from pathlib import Path
 
 import pytest
 
-from src.config.errors import UserError
 from tests.launching import Run
 from tests.task_tests import TaskTests
+from tests.tasks.tiny_text import LLAMA, write_rows
 
 
 class TestDpo(TaskTests):
-    settings = """
-        --task.name=dpo --task.dataset={folder} --task.sequence_length=64 --task.architecture.model_type=llama
-        --task.architecture.hidden_size=32 --task.architecture.intermediate_size=64
-        --task.architecture.num_hidden_layers=2 --task.architecture.num_attention_heads=4
-        --task.architecture.num_key_value_heads=2 --max_steps=8 --global_batch_size=16 --optim.lr=1e-4
+    settings = f"""{LLAMA}
+        --task.name=dpo --task.dataset={{folder}} --task.sequence_length=64
+        --max_steps=8 --global_batch_size=16 --optim.lr=1e-4
     """
     """An epoch has three steps, the last of 15 pairs: one of two processes gets 7."""
     learns = "--max_steps=40 --optim.lr=3e-3"
@@ -32,16 +29,12 @@ class TestDpo(TaskTests):
             rows = [
                 {"prompt": f"Where is my {t}?\n", "chosen": f"Here, your {t}.", "rejected": f"No {t}!"} for t in things
             ]
-            (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(folder / f"{part}.jsonl", rows)
 
     def test_the_model_begins_as_the_reference(self, alone: Run) -> None:
         """So the loss of the first step is log 2."""
         assert alone.losses[0] == pytest.approx(math.log(2), rel=1e-6)
 
     def test_a_bad_row_is_named(self, tmp_path: Path) -> None:
-        self.write(tmp_path)
-        file = tmp_path / "train.jsonl"
-        file.write_text(file.read_text() + '{"prompt": "Who?", "chosen": "", "rejected": "No."}\n')
-        task = self.task(tmp_path)
-        with pytest.raises(UserError, match=r"train\.jsonl, line 48: chosen is empty"):
-            task.build_datasets()
+        row = '{"prompt": "Who?", "chosen": "", "rejected": "No."}'
+        self.require_refusal(tmp_path, "train.jsonl", row, r"train\.jsonl, line 48: chosen is empty")

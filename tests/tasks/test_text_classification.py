@@ -1,14 +1,10 @@
 """Texts, good ones and bad ones."""
 
-import json
 import random
 from pathlib import Path
 
-import pytest
-
-from src.config.errors import UserError
 from tests.task_tests import TaskTests
-from tests.tasks.encoder import write_encoder
+from tests.tasks.tiny_text import write_encoder, write_rows
 
 
 class TestTextClassification(TaskTests):
@@ -23,19 +19,13 @@ class TestTextClassification(TaskTests):
     def write(folder: Path) -> None:
         """Write 47 texts to train on and 13 to evaluate on, and a model."""
         draw = random.Random(0)
-        (folder / "texts").mkdir()
         for part, count in (("train", 47), ("dev", 13)):
             rows = []
             for _ in range(count):
                 thing, (word, label) = draw.choice(["lamp", "sofa"]), draw.choice([("awful", "bad"), ("fine", "good")])
                 rows.append({"text": f"The {thing} is {word}.", "label": label})
-            (folder / f"texts/{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(folder / f"texts/{part}.jsonl", rows)
         write_encoder(folder / "model")
 
     def test_a_bad_row_is_named(self, tmp_path: Path) -> None:
-        self.write(tmp_path)
-        file = tmp_path / "texts/train.jsonl"
-        file.write_text(file.read_text() + '{"text": "No label."}\n')
-        task = self.task(tmp_path)
-        with pytest.raises(UserError, match=r"train\.jsonl, line 48: "):
-            task.build_datasets()
+        self.require_refusal(tmp_path, "texts/train.jsonl", '{"text": "No label."}', r"train\.jsonl, line 48: ")

@@ -1,10 +1,26 @@
-"""A tiny encoder, for the tests of tasks that fine-tune one."""
+"""Tiny models and data, for the tests of tasks on text."""
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFast
+
+LLAMA = """
+    --task.architecture.model_type=llama --task.architecture.hidden_size=32 --task.architecture.intermediate_size=64
+    --task.architecture.num_hidden_layers=2 --task.architecture.num_attention_heads=4
+    --task.architecture.num_key_value_heads=2
+"""
+"""Settings of a decoder of two layers, with random weights."""
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_encoder(folder: Path) -> None:
