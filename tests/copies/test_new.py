@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import select
-import shutil
 import subprocess
 import termios
 from pathlib import Path
@@ -16,6 +15,7 @@ from new import PARTS, TASKS, page
 
 from tests.copies.test_copies import git, make_new
 from tests.launching import BIN, PROJECT, clean_environment, hear_signals, run_command
+from tests.mutate import copy_project
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 NAMES = "needs 1 to 30 letters, digits, - and _, with a letter or digit at both ends"
@@ -122,11 +122,7 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_overwritten(tmp_path: Path
 
 def test_a_task_that_is_not_committed_comes_along_or_is_missed(tmp_path: Path) -> None:
     """With its tests: those of the blank one, until it has its own. A data file that git ignores does not."""
-    here, there = tmp_path / "here", tmp_path / "there"
-    for name in git(PROJECT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
-        if (PROJECT / name).exists():
-            (here / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(PROJECT / name, here / name)
+    here, there = copy_project(tmp_path / "here"), tmp_path / "there"
     for words in (("init", "-q"), ("add", "--all")):
         git(here, *words)
     tasks = here / "src/tasks/__init__.py"
