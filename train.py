@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import broadcast, broadcast_object_list
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from src.checkpoint.export import export_model
+from src.checkpoint.export import export_model, load_best
 from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
@@ -33,7 +33,7 @@ from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, Fetched, MicroBatch, TrainStep, evaluation_batches, training_steps
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
-from src.training.optim import build_optimizers, lr_at, set_lr
+from src.training.optim import build_averages, build_optimizers, lr_at, set_lr
 from src.training.phases import in_phase
 from src.training.progress import StepResult
 from src.training.run import Run, begin_task, build_data, fingerprints_of, on_device, prepare_model, require_rows
@@ -152,8 +152,9 @@ def fit(run: Run) -> bool:
         if is_stopping:
             tracker.log_stop(stop.reason or "another process", checkpoints.newest)
         else:
+            evaluated = load_best(run, store)
             with in_phase("export", run):
-                evaluated = export_model(run, store)
+                export_model(run, evaluated)
             parts.end(tracker.write_summary(evaluated, checkpoints.pause_seconds))
     return not is_stopping
 
@@ -179,7 +180,8 @@ def build(config: Config[Task]) -> Run | None:
 
     # --------------------------------------------------------------------------------------- model and optimizers
     model, metadata = prepare_model(config, accelerator, launch)
-    optimizers = build_optimizers(config.optim, model)  # after sharding, which replaces the parameters
+    # after sharding, which replaces the parameters
+    optimizers = build_optimizers(config.optim, model) + build_averages(config, model)
 
     # --------------------------------------------------------------------------------------------------- the run
     run = Run(

@@ -34,9 +34,9 @@ from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, t
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import to_local
 from src.training.held import tensors_of
-from src.training.optim import build_optimizers
+from src.training.optim import build_averages, build_optimizers
 from src.training.progress import Progress
-from src.training.run import TRANSFORMS, Run, begin_task, build_data
+from src.training.run import ADJUSTMENTS, TRANSFORMS, Run, begin_task, build_data
 from src.training.state import ResumePoint
 from train import train_step
 
@@ -133,13 +133,15 @@ def build_without_values(config: Config[Task]) -> Run:
     config = begin_task(config, launch, ResumePoint())
     train_set, eval_set = build_data(config, accelerator)
     model = build_skeleton(config.task)
+    for adjust in ADJUSTMENTS:
+        adjust(model, config)
     for transform in TRANSFORMS:
         transform(model, config, accelerator)
     if not accelerator.is_fsdp2:
         allocate(model, accelerator.device)
     model = prepare(accelerator, model)
     allocate(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
-    optimizers = build_optimizers(config.optim, model)
+    optimizers = build_optimizers(config.optim, model) + build_averages(config, model)
     return Run(
         config=config,
         accelerator=accelerator,

@@ -23,6 +23,7 @@ from src.checkpoint.write import CheckpointWriter
 from src.config.groups import Checkpoint
 from src.tasks.base import samples
 from src.training.evaluation import evaluate_on_one_process, metrics_of
+from src.training.phases import in_phase
 from src.training.progress import mean_loss
 from src.training.run import Run
 
@@ -35,7 +36,8 @@ NOT_DETERMINISTIC = " does not have a deterministic implementation"
 def check_evaluation(context: CheckContext) -> Iterator[Row]:
     """Evaluate with noise on the weights. Each process evaluates everything by hand, as the model may be collective."""
     run, task, less = context.run, context.run.task, evaluating_less(context)
-    context.perturb()
+    with in_phase("evaluation", run):  # in which averages may stand for the weights
+        context.perturb()
     run.model.train()
     before = _state(context)
     evaluation = context.evaluate(less, context.stop)

@@ -165,7 +165,8 @@ def _rate_errors(context: CheckContext) -> Errors:
     for step in sorted({0, per_epoch - 1, per_epoch, 2 * per_epoch, total // 2, total - 1} & {*range(total)}):
         context.step(context.at(step, optim=optim), one_example)
         expected = lr_at(step, optim, length, per_epoch)
-        rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+        rates = [group["lr"] / group.get("lr_scale", 1.0) for group in groups]
         errors[f"step {step + 1}"] = max(abs(rate - expected) for rate in rates) / optim.lr
     return errors
 

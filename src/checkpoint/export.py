@@ -20,10 +20,9 @@ from src.tasks.base import Cards, Metrics, Task, Tensors
 from src.training.run import Run
 
 
-def export_model(run: Run, store: Store) -> Metrics:
-    """Write the last or, with export_best, the best weights and a model card into the folder `model`, replacing an
-    earlier export. Return the evaluation of these weights. Collective: under FSDP each process has a shard."""
-    evaluated = _load_best(run, store) if run.config.checkpoint.export_best else run.progress.evaluation
+def export_model(run: Run, evaluated: Metrics) -> None:
+    """Write the model, and a model card with the evaluation of its weights, into the folder `model`, replacing an
+    earlier export. Collective: under FSDP each process has a shard."""
     run.model.eval()
     accelerator, model, folder = run.accelerator, run.accelerator.unwrap_model(run.model), run.config.folder / "model"
     with replacing(folder) if run.is_main else contextlib.nullcontext(incomplete_path(folder.resolve())) as incomplete:
@@ -36,12 +35,13 @@ def export_model(run: Run, store: Store) -> Metrics:
         if run.is_main:
             assert cards is not None
             write_cards(run.config, cards, evaluated, incomplete)
-    return evaluated
 
 
-def _load_best(run: Run, store: Store) -> Metrics:
-    """Load the weights of the best checkpoint, and return its evaluation. If no valid checkpoint has one, keep the last
-    weights, and return the last evaluation. Collective."""
+def load_best(run: Run, store: Store) -> Metrics:
+    """Load the weights to export if they are not the last ones: with export_best, those of the best checkpoint. If no
+    valid checkpoint was evaluated, keep the last ones. Return the evaluation of these weights. Collective."""
+    if not run.config.checkpoint.export_best:
+        return run.progress.evaluation
     evaluations = run.progress.evaluations
     found = store.checkpoints() if run.is_main else []  # only the main process's answer counts
     path, _ = store.first_valid(store.best_first(found, evaluations))
@@ -49,7 +49,7 @@ def _load_best(run: Run, store: Store) -> Metrics:
         run.tell("WARNING: no intact checkpoint of a step that was evaluated: exporting the last weights, not the best")
         return run.progress.evaluation
     run.tell(f"exporting the best of the intact checkpoints, {path}")
-    load_tensors(path, run.model)
+    load_tensors(path, run.model, run.optimizers)
     return evaluations[step_of(path)]
 
 

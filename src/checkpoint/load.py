@@ -13,6 +13,8 @@ from src.config.config import Config, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
 from src.tasks.base import Task
+from src.training.optim import build_averages
+from src.training.run import ADJUSTMENTS
 
 
 def find_model(source: str) -> Path:
@@ -48,7 +50,12 @@ def load_trained_model(path: Path, config: Config[Task]) -> nn.Module:
         return config.task.load_export(path)
     origin = read_state(path).origin
     config.task.state.data = origin.data_state
+    config.task.state.has_frozen = origin.frozen_norm > 0
     model = config.task.build_model()
+    for adjust in ADJUSTMENTS:
+        adjust(model, config)
     require_same_frozen(path, origin.frozen_norm, frozen_norm(model))
-    load_tensors(path, model)
+    load_tensors(path, model, averages := build_averages(config, model))
+    for average in averages:
+        average.exchange()
     return model

@@ -75,13 +75,20 @@ def load_tensors(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimi
     ]:
         raise UserError(f"{checkpoint} does not fit this model: {listed(differing)}")
     dcp.load(found, storage_reader=StorageReader(str(checkpoint)))
+    loaded = {id(tensors[name]) for name in found}
+    for optimizer in optimizers:
+        for parameter, states in [*optimizer.state.items()]:
+            # what the checkpoint lacks, as of another optimizer, begins anew
+            if not loaded.issuperset(map(id, states.values())):
+                del optimizer.state[parameter]
 
 
 def create_optimizer_state(parameter: Tensor, optimizers: Sequence[Optimizer]) -> None:
     """Create the optimizers' state of one parameter: gradients of all at once would take another shard's memory."""
     parameter.grad = torch.zeros_like(parameter)
     for optimizer in optimizers:
-        optimizer.step()  # loading overwrites the state, and any change to the weights
+        if parameter not in optimizer.state:
+            optimizer.step()  # loading overwrites the state, and any change to the weights
         optimizer.zero_grad()
 
 

@@ -14,6 +14,7 @@ from typing_extensions import TypeVar
 from src.config.aliases import in_our_terms
 from src.config.check import CheckSettings
 from src.config.cuda_graphs import CudaGraphSettings
+from src.config.ema import EmaSettings
 from src.config.environment import leftovers
 from src.config.errors import UserError, as_user_error
 from src.config.groups import TaskSettings
@@ -57,6 +58,7 @@ class Config(
     MirrorSettings,
     CheckSettings,
     CudaGraphSettings,
+    EmaSettings,
     HubSettings,
     PerformanceSettings,
     TransformSettings,

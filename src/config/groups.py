@@ -7,6 +7,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from src.config.muon import MuonSettings
 from src.config.optim import OptimSettings
+from src.config.rates import RateSettings
 from src.config.settings import Reopens, Settings, Values
 
 
@@ -29,6 +30,7 @@ class TaskSettings(Settings):
 
 class Optim(
     MuonSettings,
+    RateSettings,
     OptimSettings,
 ):
     """The optimizer and its learning rate."""

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
@@ -133,8 +134,11 @@ def validate(model: type[Settings], values: Values, written: Written, mistakes: 
         try:
             settings = model.model_validate(nested(good))
         except ValidationError as error:
-            refused = {name: problem for problem in error.errors() for name in _names_at(problem["loc"], good)}
-            wrong |= {name: _reason(name, refused[name], [*known]) for name in refused if name not in wrong}
+            refused: dict[str, list[str]] = defaultdict(list)
+            for problem in error.errors():
+                for name in _names_at(problem["loc"], good):
+                    refused[name].append(_reason(name, problem, [*known]))
+            wrong |= {name: "; ".join(dict.fromkeys(refused[name])) for name in refused if name not in wrong}
             if good.keys().isdisjoint(refused):  # a setting without a default is missing
                 break
     mistakes.extend(f"{written.get(name, name)}: {why}" for name, why in wrong.items())
@@ -154,15 +158,19 @@ def _names_at(place: tuple[int | str, ...], given: Values) -> list[str]:
 
 
 def _reason(name: str, problem: Any, known: list[str]) -> str:
-    """Return why pydantic refuses the setting of this name."""
+    """Return why pydantic refuses the setting of this name, or a value within it."""
+    *_, place = problem["loc"]
     match problem["type"]:
         case "extra_forbidden":
-            return f"unknown setting{nearest(name, known)}"
+            why = f"unknown setting{nearest(name, known)}"
         case "list_type":
-            return f"must be a list: write [{problem['input']}]"
+            why = f"must be a list: write [{problem['input']}]"
         case "string_type":
-            return "must be text: write it in quotes"
-    return str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
+            why = "must be text: write it in quotes"
+        case _:
+            why = str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
+    # of a mapping in a list
+    return f"{place}: {why}" if isinstance(place, str) and place not in name else why
 
 
 def setting_fields(

@@ -244,7 +244,7 @@ def prepare(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return model
 
 
-def sharded_units(model: nn.Module) -> list[nn.Module]:
+def sharded_units(model: nn.Module) -> list[Any]:
     """Return the FSDP units, the root first; none without FSDP. Accelerate makes units of a language model's
     embeddings, last norm and head without being asked."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -83,8 +83,10 @@ class TaskState:
     """The processes that split each sequence. With several, `collate` returns this process's part of each example, and
     what `loss`, `evaluate` and `count` return must sum over the group to the values for whole examples."""
     is_trained: bool = False
-    """Whether the trained weights of a checkpoint or an export will replace those of `build_model`. If no weights are
-    frozen, it need not read any."""
+    """Whether the trained weights of a checkpoint or an export will replace those of `build_model`."""
+    has_frozen: bool = False
+    """Whether the replaced ones are only a part, as checkpoints lack weights that the settings freeze. Unless it is
+    true, or the task freezes weights itself, `build_model` need not read any if `is_trained`."""
     data: dict[str, Any] = field(default_factory=dict)
     """What `build_datasets` learns from the training data and `build_model` needs, such as labels, as JSON. Checkpoints
     and exports keep it, so that the model can be built without the data. If it is set before `build_datasets` is

@@ -54,11 +54,11 @@ class CapturedStep:
 
     def __init__(self, run: Run, train_step: TrainStep) -> None:
         self._train_step = train_step
-        self._lr = torch.zeros((), device=run.device)
+        self._groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+        for group in self._groups:
+            # a float would be frozen at its captured value; fused optimizers ignore `capturable`
+            group |= {"lr": torch.zeros((), device=run.device), "capturable": True}
         for optimizer in run.optimizers:
-            for group in optimizer.param_groups:
-                # a float would be frozen at its captured value; fused optimizers ignore `capturable`
-                group |= {"lr": self._lr, "capturable": True}
             # a checkpoint may have been saved without a graph: its step counts are on the CPU
             for state in optimizer.state.values():
                 state |= {name: value.to(run.device) for name, value in state.items()}
@@ -75,7 +75,8 @@ class CapturedStep:
         """
         (batch,) = micro_batches
         lr = lr_at(run.progress.step, run.config.optim, *run.schedule)
-        self._lr.fill_(lr)
+        for group in self._groups:
+            group["lr"].fill_(lr * group.get("lr_scale", 1.0))
         if batch.num_examples < run.config.global_batch_size:
             return self._train_step(run, micro_batches, counts)
         if self._warmed_up < WARM_UP_STEPS:

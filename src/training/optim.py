@@ -9,13 +9,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, AdamW, Optimizer
 
+from src.config.config import Config
 from src.config.groups import Optim
+from src.training.ema import build_average
 from src.training.muon import build_muon
+from src.training.rates import set_scales
 
 OPTIMIZERS: dict[str, Callable[[Optim, nn.Module], list[Optimizer]]] = {
     # by names in the settings, functions that build optimizers of some parameters: adamw gets the others
     "muon": build_muon,
 }
+RATES: list[Callable[[nn.Module, list[Optimizer]], None]] = [
+    # functions that give groups of parameters rates of their own
+    set_scales,
+]
+AVERAGES: list[Callable[[Config, nn.Module], list[Any]]] = [
+    # functions that return optimizers which only average what the others have updated
+    build_average,
+]
 
 
 def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
@@ -33,18 +44,25 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
 
     # Optimizers don't go through Accelerate's `prepare`: its wrapper costs 116 µs per step, for loss scaling and
     # gradient accumulation, which train_step handles itself.
-    match config.name:
+    match config.name if groups else None:
         case "sgd":
             # torch's fused SGD takes no DTensors: the host then waits for each step's norm, as for adadelta
             is_sharded = any(isinstance(p, DTensor) for p in rest)
-            return [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
+            optimizers = [SGD(groups, lr=config.lr, momentum=config.momentum, fused=not is_sharded)]
         case "adadelta":
-            return [Adadelta(groups, lr=config.lr)]
-        case _:
-            if groups:
-                # fused: one kernel for all parameters, which can skip a step by itself
-                optimizers.append(AdamW(groups, lr=config.lr, betas=config.betas, fused=True))
-            return optimizers
+            optimizers = [Adadelta(groups, lr=config.lr)]
+        case "adamw" | "muon":
+            # fused: one kernel for all parameters, which can skip a step by itself
+            optimizers.append(AdamW(groups, lr=config.lr, betas=config.betas, fused=True))
+    for set_rates in RATES:
+        set_rates(model, optimizers)
+    return optimizers
+
+
+def build_averages(config: Config, model: nn.Module) -> list[Any]:
+    """Return optimizers whose steps, after all others', average a model's trained parameters, if the settings ask for
+    that. Their method `exchange` puts the averages in place of the parameters, if they are what is evaluated."""
+    return [average for build in AVERAGES for average in build(config, model)]
 
 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:
@@ -90,12 +108,12 @@ def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -
 
 
 def set_lr(optimizers: list[Optimizer], lr: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Set the learning rate of all parameter groups, each times its own factor."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             # a tensor is set by whoever put it there: a captured step would repeat a float
             if not isinstance(group["lr"], Tensor):
-                group["lr"] = lr
+                group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def _cosine(start: float, end: float, progress: float) -> float:

@@ -1,20 +1,23 @@
 """The phases of a run: load, step, evaluation, save and export."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from src.training.ema import averaged
 from src.training.out_of_memory import explaining_memory
 from src.training.run import Run
 
+CONTEXTS: list[Callable[[str, Run | None], contextlib.AbstractContextManager[None]]] = [
+    # contexts of each phase, given its name and, once there is one, the run: the last is the innermost
+    explaining_memory,
+    averaged,
+]
+
 
 @contextlib.contextmanager
-def plain(_phase: str, _run: Run | None = None) -> Iterator[None]:
-    """Leave errors as they are."""
-    yield
-
-
-in_phase, *_ = (
-    # the first is the context of each phase, given its name and, once there is one, the run
-    explaining_memory,
-    plain,
-)
+def in_phase(phase: str, run: Run | None = None) -> Iterator[None]:
+    """Enter the contexts of a phase."""
+    with contextlib.ExitStack() as contexts:
+        for context in CONTEXTS:
+            contexts.enter_context(context(phase, run))
+        yield

@@ -28,9 +28,14 @@ from src.distributed.remarks import strategy_remarks
 from src.tasks.base import Examples, FillWeights, Task, TaskState, num_weights, samples
 from src.tasks.task_checks import require_right
 from src.training.progress import Progress
+from src.training.rates import freeze
 from src.training.state import ResumePoint, RunInputs
 from src.training.transforms import checkpoint_and_compile
 
+ADJUSTMENTS: list[Callable[[nn.Module, Config[Task]], list[str]]] = [
+    # functions that change a model in place as soon as the task has built it, and return what the user should know
+    freeze,
+]
 TRANSFORMS: list[Callable[[nn.Module, Config[Task], Accelerator], None]] = [
     # functions that change a model in place after the task has built it and before it is wrapped
     checkpoint_and_compile,
@@ -254,6 +259,7 @@ def new_model(config: Config[Task], is_sharded: bool = False) -> tuple[nn.Module
     else:
         set_seed(config.seed)  # build_empty_model may have consumed random numbers
         model = task.build_model()
+    remarks = [line for adjust in ADJUSTMENTS for line in adjust(model, config)]
     # a copy of the project may lack such a setting
     optimizations = task.state.optimizations + [
         setting for setting in ("compile", "cuda_graphs") if getattr(config, setting, False)
@@ -265,7 +271,7 @@ def new_model(config: Config[Task], is_sharded: bool = False) -> tuple[nn.Module
         "parameters": sum(map(num_weights, parameters)),
         "trained_parameters": sum(num_weights(p) for p in parameters if p.requires_grad),
         "optimizations": optimizations,
-        "remarks": [*task.state.remarks],
+        "remarks": task.state.remarks + remarks,
         "built_whole": is_sharded and not fill,
     }
     return model, metadata, fill
