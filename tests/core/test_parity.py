@@ -15,6 +15,10 @@ from tests.text.tasks import TEXT
 # last is empty. 50 steps pass two such ends of an epoch. (The shift stays on: it must not depend on processes.)
 # At the default rate, a ReLU that rounding flipped in step 48 changed MNIST's eval/loss by 2e-5, on one processor.
 DIGITS = ("--max_steps=50", "--log_every=1", "--task.dropout=0", "--optim.lr=3e-5", "--optim.max_grad_norm=1")
+PARTS = (
+    "--optim.groups=[{match: conv1.*, lr_scale: 0.1}, {match: .*bias, frozen: true}]", "--optim.layer_decay=0.5",
+    "--ema.decay=0.9",
+)  # fmt: skip
 NORM = "train/grad_norm"
 """A ReLU that rounding flips changes it at once, a loss later: it drifts by 6e-6 here."""
 
@@ -28,6 +32,7 @@ TASKS = {
     "digits": Short(DIGITS, split=("--micro_batch_size=8",), within=None),
     "digits, not accumulated": Short(DIGITS, within=None),
     "digits, one by one": Short(DIGITS, split=("--micro_batch_size=1",), within=None),
+    "digits by parts, averaged": Short((*DIGITS, *PARTS), split=("--micro_batch_size=8",), within=None),
     "mnist": Short((*DIGITS, f"--task.data_dir={MNIST}", "--task.source=mnist"), real_mnist, within=None),
     **TEXT,
     **IMAGES_AND_TABLES,
@@ -38,6 +43,7 @@ TABLE = """
 digits                    slow slow fast  slow slow   slow         slow         slow
 digits, not accumulated   -    -    -     fast -      -            -            -
 digits, one by one        -    -    slow  -    -      -            -            -
+digits by parts, averaged -    fast -     slow slow   fast         slow         slow
 mnist                     -    slow slow  slow slow   slow         slow         -
 lm                        -    fast -     fast -      -            slow         fast
 experts                   -    -    -     fast -      -            -            -

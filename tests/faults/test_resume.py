@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from src.training import batches
-from tests.core.test_parity import TASKS
+from tests.core.test_parity import PARTS, TASKS
 from tests.curves import Short, cells
 from tests.faults.runs import (
     ALL,
@@ -39,12 +39,14 @@ EPOCH = (*TINY, "--max_steps=10", "--save_every=8", "--global_batch_size=200")
 """An epoch has 8 steps, the last of 38 examples: a checkpoint and an evaluation at its end."""
 ALL_TASKS = TASKS | {
     "end of an epoch": Short(EPOCH, saved=8),
+    "rates and averages": Short((*EPOCH, *PARTS, "--checkpoint.export_best=true"), saved=8),
     "the largest seed": Short((*EPOCH, f"--seed={2**32 - 1}"), saved=8),
 }
 TABLE: tuple[str, ...] = (
-    "                  cpu  ddp  fsdp fsdp_grad_op",
-    "end of an epoch   slow fast slow -",
-    "the largest seed  -    -    -    slow",
+    "                    cpu  ddp  fsdp fsdp_grad_op",
+    "end of an epoch     slow fast slow -",
+    "rates and averages  slow slow fast -",
+    "the largest seed    -    -    -    slow",
 )
 TABLE += (
     "lm with dropout   slow slow fast -",

@@ -47,7 +47,8 @@ COMPILED = (*EAGER, "--compile=true")
 FSDP = llama(64, 8)
 STEPS = [
     (MNIST, 0, 125),
-    (("--cuda_graphs=true", *MNIST), 0, 20),
+    (("--ema.decay=0.9", *MNIST), 0, 125),
+    (("--cuda_graphs=true", "--ema.decay=0.9", "--optim.groups=[{match: conv.*, lr_scale: 0.1}]", *MNIST), 0, 25),
     pytest.param(EAGER, 0, 325, marks=text),
     pytest.param(COMPILED, 0, 90, marks=text),
     pytest.param(FSDP, 8, 300, marks=text),
