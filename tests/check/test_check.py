@@ -11,6 +11,7 @@ import pytest
 
 from src.check.findings import CAUSES, FOLLOWS, lines
 from tests.check.planted import FAULTS
+from tests.core.test_parity import PARTS
 from tests.faults.runs import ALL, TINY, contents
 from tests.launching import MNIST, PROJECT, QUIET, Launch, Run, Whole, slow
 
@@ -37,7 +38,7 @@ def assert_passes(run: Run) -> None:
     ("yaml", "processes", "arguments"),
     [
         ("ddp", 2, ("--micro_batch_size=4", "--max_hours=0.001")),
-        ("fsdp", 2, ("--micro_batch_size=4", "--fsdp_reduce_each_micro_batch=false")),
+        ("fsdp", 2, ("--micro_batch_size=4", "--fsdp_reduce_each_micro_batch=false", *PARTS)),
         slow("fsdp", 4, ("--optim.name=sgd", "--optim.max_grad_norm=1", "--micro_batch_size=2")),
         slow("hsdp", 4, ("--optim.max_grad_norm=1", "--micro_batch_size=2")),
         slow("fsdp_offload", 2, ("--optim.name=muon",)),

@@ -147,3 +147,11 @@ def test_an_average_that_begins_later_begins_with_the_weights(launch: Launch, wh
     run = launch("cpu", *TINY, *more, folder=folder).succeeded()
     saved = whole_tensors(run.folder / "checkpoints/step_00000013")
     assert torch.equal(saved["optimizer.fc1.weight.average"], saved["model.fc1.weight"])
+
+
+def test_the_best_average_is_exported(launch: Launch) -> None:
+    """Here the worst, which is not the last."""
+    best = ("--checkpoint.export_best=true", "--checkpoint.mode=max", "--checkpoint.keep_last=9")
+    run = launch("cpu", *TINY, *best, "--ema.decay=0.5").succeeded()
+    expected = whole_tensors(run.folder / "checkpoints/step_00000008")["optimizer.fc1.weight.average"]
+    assert torch.equal(weights(run)["fc1.weight"], expected)

@@ -39,7 +39,7 @@ EPOCH = (*TINY, "--max_steps=10", "--save_every=8", "--global_batch_size=200")
 """An epoch has 8 steps, the last of 38 examples: a checkpoint and an evaluation at its end."""
 ALL_TASKS = TASKS | {
     "end of an epoch": Short(EPOCH, saved=8),
-    "rates and averages": Short((*EPOCH, *PARTS, "--checkpoint.export_best=true"), saved=8),
+    "rates and averages": Short((*EPOCH, *PARTS, "--checkpoint.export_best=true", "--checkpoint.mode=max"), saved=8),
     "the largest seed": Short((*EPOCH, f"--seed={2**32 - 1}"), saved=8),
 }
 TABLE: tuple[str, ...] = (

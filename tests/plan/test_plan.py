@@ -31,6 +31,7 @@ from tests.plan.planning import H100, SHAPE, llama, measured, setup
 needs_text = needs("src/tasks/text/causal_lm.py")
 needs_null_gpu = pytest.mark.skipif(bool(null_gpu.reason_to_skip()), reason=str(null_gpu.reason_to_skip()))
 DIGITS = ("--task.source=digits", "--global_batch_size=8", "--micro_batch_size=1", *QUIET)
+FROZEN = "--optim.groups=[{match: fc1.weight, frozen: true}]"
 Plan = Callable[..., Any]
 PLAN = (f"{BIN}/python", "-m", "plan", "--gpus", "1", "--yamls", "single_gpu")
 UNCOUNTED = """
@@ -68,6 +69,8 @@ def plan(shared: Path, tmp_path: Path, text: str) -> Callable[[str, int], Any]:
         asked["fsdp", 4, "lm"] = setup("fsdp", 4, short)
         asked["fsdp_cp", 4, "lm"] = setup("fsdp_cp", 4, long, cp_size=4)
     asked |= {(*on, "digits"): of_digits(tmp_path, *on) for on in DIGITS_ON}
+    for name, more in (("frozen", FROZEN), ("averaged", "--ema.decay=0.9")):
+        asked |= {(yaml, 2, name): setup(yaml, 2, (*DIGITS, more)) for yaml in ("ddp", "fsdp")}
     asked["ddp", 2, "many"] = setup("ddp", 2, [word.replace("batch_size=8", "batch_size=2048") for word in DIGITS])
 
     def found(yaml: str, gpus: int, task: str = "digits") -> Any:
@@ -108,6 +111,19 @@ def test_a_run_holds_and_sends_what_its_plan_says(launch: Launch, plan: Plan, ya
         assert planned["parts"][name] == pytest.approx(found[name], rel=0.01), name
     if yaml in ("ddp", "fsdp", "hsdp"):
         assert planned["work"]["sent within"] + planned["work"].get("sent between", 0) == found["sent"]
+
+
+@needs_null_gpu
+@pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
+def test_frozen_parts_take_no_gradients_and_averages_one_copy(plan: Plan, yaml: str) -> None:
+    """Nor does AdamW keep moments of them. fc1 has 1,179,648 of the 1,199,882 weights."""
+    own = 4 * 1_179_648 // (2 if yaml == "fsdp" else 1)
+    usual, frozen, averaged = (plan(yaml, 2, name) for name in ("digits", "frozen", "averaged"))
+    assert usual["parts"]["parameters"] == frozen["parts"]["parameters"] == averaged["parts"]["parameters"]
+    assert usual["parts"]["gradients"] - frozen["parts"]["gradients"] == own
+    assert highest(usual["memory"]) - highest(frozen["memory"]) >= 3 * own
+    added = averaged["parts"]["optimizer"] - usual["parts"]["optimizer"]
+    assert added == usual["parts"]["parameters"]
 
 
 @needs_null_gpu
