@@ -33,7 +33,7 @@ from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, Fetched, MicroBatch, TrainStep, evaluation_batches, training_steps
 from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
-from src.training.optim import build_averages, build_optimizers, lr_at, set_lr
+from src.training.optim import build_optimizers, extended, lr_at, set_lr
 from src.training.phases import in_phase
 from src.training.progress import StepResult
 from src.training.run import Run, begin_task, build_data, fingerprints_of, on_device, prepare_model, require_rows
@@ -181,7 +181,7 @@ def build(config: Config[Task]) -> Run | None:
     # --------------------------------------------------------------------------------------- model and optimizers
     model, metadata = prepare_model(config, accelerator, launch)
     # after sharding, which replaces the parameters
-    optimizers = build_optimizers(config.optim, model) + build_averages(config, model)
+    optimizers = extended(config, model, build_optimizers(config.optim, model))
 
     # --------------------------------------------------------------------------------------------------- the run
     run = Run(

@@ -34,7 +34,7 @@ from src.training.batches import CountedSteps, MicroBatch, evaluation_batches, t
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import to_local
 from src.training.held import tensors_of
-from src.training.optim import build_averages, build_optimizers
+from src.training.optim import build_optimizers, extended
 from src.training.progress import Progress
 from src.training.run import ADJUSTMENTS, TRANSFORMS, Run, begin_task, build_data
 from src.training.state import ResumePoint
@@ -141,7 +141,7 @@ def build_without_values(config: Config[Task]) -> Run:
         allocate(model, accelerator.device)
     model = prepare(accelerator, model)
     allocate(model, torch.device("cpu") if launch.strategy.endswith("offload") else accelerator.device)
-    optimizers = build_optimizers(config.optim, model) + build_averages(config, model)
+    optimizers = extended(config, model, build_optimizers(config.optim, model))
     return Run(
         config=config,
         accelerator=accelerator,

@@ -16,7 +16,7 @@ from src.tasks.base import ALONE, Tensors
 from src.training.batches import CountedSteps, MicroBatch, TrainStep, training_steps
 from src.training.evaluation import Evaluation
 from src.training.gradients import to_local
-from src.training.optim import build_averages, build_optimizers
+from src.training.optim import build_optimizers, extended
 from src.training.progress import Progress, StepResult
 from src.training.run import Run, new_model
 
@@ -43,8 +43,7 @@ class CheckContext:
         """The reference's task, with whole examples where the run splits them."""
         config = self.at(0, task=self.task).config
         self.reference = new_model(config)[0].to(run.device).train()
-        self.reference_optimizers = build_optimizers(config.optim, self.reference)
-        self.reference_optimizers += build_averages(config, self.reference)
+        self.reference_optimizers = extended(config, self.reference, build_optimizers(config.optim, self.reference))
 
     def at(self, step: int, **settings: Any) -> Run:
         """Return the run as it would be after `step` steps, with these settings changed."""

@@ -13,7 +13,7 @@ from src.config.config import Config, config_from
 from src.config.errors import UserError
 from src.tasks import TASKS
 from src.tasks.base import Task
-from src.training.optim import build_averages
+from src.training.optim import extended
 from src.training.run import ADJUSTMENTS
 
 
@@ -55,7 +55,7 @@ def load_trained_model(path: Path, config: Config[Task]) -> nn.Module:
     for adjust in ADJUSTMENTS:
         adjust(model, config)
     require_same_frozen(path, origin.frozen_norm, frozen_norm(model))
-    load_tensors(path, model, averages := build_averages(config, model))
+    load_tensors(path, model, averages := extended(config, model, []))
     for average in averages:
         average.exchange()
     return model

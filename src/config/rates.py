@@ -1,12 +1,11 @@
 """The settings of learning rates per part of a model, and of frozen parts; src/training/rates.py applies them."""
 
-import re
 from collections.abc import Iterator
+from re import Pattern
 from typing import Annotated
 
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import Field, PositiveFloat
 
-from src.config.errors import reraised_as
 from src.config.optim import OptimSettings
 from src.config.settings import Settings
 
@@ -14,16 +13,9 @@ from src.config.settings import Settings
 class ParameterGroup(Settings):
     """Configures the parameters whose names match, as `named_parameters` of the task's model has them."""
 
-    match: str
+    match: Pattern[str]
     lr_scale: PositiveFloat = 1.0
     frozen: bool = False
-
-    @field_validator("match")
-    @classmethod
-    def _require_pattern(cls, match: str) -> str:
-        with reraised_as(ValueError, f"{match} is no regular expression: ", re.error):
-            re.compile(match)
-        return match
 
 
 class RateSettings(OptimSettings):
@@ -40,4 +32,4 @@ class RateSettings(OptimSettings):
         yield from super().validation_errors()
         for group in self.groups:
             if group.frozen and group.lr_scale != 1:
-                yield f"optim.groups: {group.match} is frozen, so its lr_scale has no effect: remove one of them"
+                yield f"optim.groups: {group.match.pattern} is frozen, so its lr_scale has no effect: remove one"

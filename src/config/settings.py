@@ -160,17 +160,18 @@ def _names_at(place: tuple[int | str, ...], given: Values) -> list[str]:
 def _reason(name: str, problem: Any, known: list[str]) -> str:
     """Return why pydantic refuses the setting of this name, or a value within it."""
     *_, place = problem["loc"]
+    # of a mapping in a list
+    is_within = isinstance(place, str) and place not in name
     match problem["type"]:
         case "extra_forbidden":
-            why = f"unknown setting{nearest(name, known)}"
+            why = f"unknown setting{nearest(place if is_within else name, known)}"
         case "list_type":
             why = f"must be a list: write [{problem['input']}]"
         case "string_type":
             why = "must be text: write it in quotes"
         case _:
             why = str(problem["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
-    # of a mapping in a list
-    return f"{place}: {why}" if isinstance(place, str) and place not in name else why
+    return f"{place}: {why}" if is_within else why
 
 
 def setting_fields(

@@ -51,9 +51,11 @@ class Average(Optimizer):
             unit.reshard()
 
 
-def build_average(config: Config, model: nn.Module) -> list[Average]:
-    """Return what averages a model's parameters, if the settings ask for that."""
-    return [Average(model, config.ema.decay, config.ema.evaluate)] if config.ema.decay else []
+def with_average(config: Config, model: nn.Module, optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Add what averages a model's parameters, if the settings ask for that."""
+    if config.ema.decay:
+        optimizers.append(Average(model, config.ema.decay, config.ema.evaluate))
+    return optimizers
 
 
 @contextlib.contextmanager

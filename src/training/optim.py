@@ -11,21 +11,18 @@ from torch.optim import SGD, Adadelta, AdamW, Optimizer
 
 from src.config.config import Config
 from src.config.groups import Optim
-from src.training.ema import build_average
+from src.training.ema import with_average
 from src.training.muon import build_muon
-from src.training.rates import set_scales
+from src.training.rates import with_scales
 
 OPTIMIZERS: dict[str, Callable[[Optim, nn.Module], list[Optimizer]]] = {
     # by names in the settings, functions that build optimizers of some parameters: adamw gets the others
     "muon": build_muon,
 }
-RATES: list[Callable[[nn.Module, list[Optimizer]], None]] = [
-    # functions that give groups of parameters rates of their own
-    set_scales,
-]
-AVERAGES: list[Callable[[Config, nn.Module], list[Any]]] = [
-    # functions that return optimizers which only average what the others have updated
-    build_average,
+EXTENSIONS: list[Callable[[Config, nn.Module, list[Any]], list[Any]]] = [
+    # functions that give parts of the model a rate of their own, or add what averages its weights after each step
+    with_scales,
+    with_average,
 ]
 
 
@@ -54,15 +51,14 @@ def build_optimizers(config: Optim, model: nn.Module) -> list[Optimizer]:
         case "adamw" | "muon":
             # fused: one kernel for all parameters, which can skip a step by itself
             optimizers.append(AdamW(groups, lr=config.lr, betas=config.betas, fused=True))
-    for set_rates in RATES:
-        set_rates(model, optimizers)
     return optimizers
 
 
-def build_averages(config: Config, model: nn.Module) -> list[Any]:
-    """Return optimizers whose steps, after all others', average a model's trained parameters, if the settings ask for
-    that. Their method `exchange` puts the averages in place of the parameters, if they are what is evaluated."""
-    return [average for build in AVERAGES for average in build(config, model)]
+def extended(config: Config, model: nn.Module, optimizers: list[Any]) -> list[Any]:
+    """Return a model's optimizers, if there are any, with what the settings add."""
+    for extend in EXTENSIONS:
+        optimizers = extend(config, model, optimizers)
+    return optimizers
 
 
 def lr_at(step: int, config: Optim, schedule_steps: int, steps_per_epoch: int) -> float:

@@ -11,12 +11,12 @@ from src.config.config import Config
 from src.config.errors import raise_if_any
 from src.config.rates import ParameterGroup
 
-REST = ParameterGroup(match=".*")
+REST = ParameterGroup(match=re.compile(".*"))
 
 
 def freeze(model: nn.Module, config: Config) -> list[str]:
     """Freeze parts of a model that the task has just built, and keep on it the factors of the others' learning rates,
-    for `set_scales`. Return how many weights have which peak rate, a line for each group.
+    for `with_scales`. Return how many weights have which peak rate, a line for each group.
 
     Raises:
         UserError: a group has no parameters, none is left to train, or the model names no blocks.
@@ -29,15 +29,15 @@ def freeze(model: nn.Module, config: Config) -> list[str]:
         mistakes.append(f"optim.layer_decay: {type(model).__name__} names no repeating blocks in _no_split_modules")
     left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for group in (*optim.groups, REST):
-        sizes: Counter[str] = Counter()
-        for name in [name for name in left if re.fullmatch(group.match, name)]:
+        pattern, sizes = group.match, Counter[str]()
+        for name in filter(pattern.fullmatch, [*left]):
             parameter = left.pop(name)
             parameter.requires_grad = not group.frozen
             scales[name] *= group.lr_scale
             sizes["frozen" if group.frozen else f"at {optim.lr * scales[name]:.3g}"] += parameter.numel()
         if not sizes and group != REST:
-            mistakes.append(f"optim.groups: {group.match} matches no parameter that is left; one is {[*scales][-1]}")
-        lines += [f"{group.match}: {size:,} weights {rate}" for rate, size in sizes.items()]
+            mistakes.append(f"optim.groups: {pattern.pattern} matches no parameter left; one is {[*scales][-1]}")
+        lines += [f"{pattern.pattern}: {size:,} weights {rate}" for rate, size in sizes.items()]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         mistakes.append("optim.groups: all parameters are frozen")
     raise_if_any(mistakes)
@@ -61,7 +61,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return {name: decay ** (len(seen) - depth) for name, depth in depths.items()}
 
 
-def set_scales(model: nn.Module, optimizers: list[Optimizer]) -> None:
+def with_scales(_: Config, model: nn.Module, optimizers: list[Optimizer]) -> list[Optimizer]:
     """Split the optimizers' groups of parameters by the factors of learning rates that `freeze` has kept."""
     unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
     # by name, as FSDP replaces the parameters
@@ -74,3 +74,4 @@ def set_scales(model: nn.Module, optimizers: list[Optimizer]) -> None:
             for scale in dict.fromkeys(scales.values())
             if (part := [parameter for parameter in group["params"] if scales[names[parameter]] == scale])
         ]
+    return optimizers

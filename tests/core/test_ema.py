@@ -14,9 +14,8 @@ from src.config.errors import UserError
 from src.start import run_settings
 from src.tasks.mnist import MnistCnn
 from src.tools import evaluate
-from src.training.ema import build_average
 from src.training.gradients import step_if_finite
-from src.training.optim import build_optimizers, set_lr
+from src.training.optim import build_optimizers, extended, set_lr
 from src.training.rates import freeze
 from tests.core.test_parity import DIGITS, PARTS
 from tests.faults.runs import TINY, cut_back, weights, whole_tensors
@@ -34,7 +33,7 @@ def rates(model: nn.Module, *arguments: str) -> dict[str, float]:
     """Return the rate of each parameter in a step at a rate of 1; of a frozen one, 0."""
     config = settings(*arguments)
     freeze(model, config)
-    optimizers = build_optimizers(config.optim, model)
+    optimizers = extended(config, model, build_optimizers(config.optim, model))
     set_lr(optimizers, 1.0)
     found = {p: group["lr"] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     return {name: found.get(parameter, 0.0) for name, parameter in model.named_parameters()}
@@ -78,7 +77,7 @@ def test_groups_without_effect_are_mistakes() -> None:
     with pytest.raises(UserError) as error:
         freeze(MnistCnn(), settings(f"--optim.groups={groups}"))
     assert error.value.args == tuple(
-        f"optim.groups: {name} matches no parameter that is left; one is fc2.bias"
+        f"optim.groups: {name} matches no parameter left; one is fc2.bias"
         for name in ("conv1.weight", "cnv2.*")
     )
     with pytest.raises(UserError, match="names no repeating blocks in _no_split_modules"):
@@ -105,7 +104,7 @@ def test_all_mistakes_in_a_group_are_one_line() -> None:
 def test_the_average_is_that_of_torch() -> None:
     """But for a step that was skipped on a CPU, which leaves both as they are."""
     config, model = settings("--ema.decay=0.9", "--optim.lr=0.1"), nn.Linear(3, 2)
-    optimizers = build_optimizers(config.optim, model) + build_average(config, model)
+    optimizers = extended(config, model, build_optimizers(config.optim, model))
     expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for value in (1.0, 2.0, torch.nan, 3.0):
         (value * model(torch.ones(3)).square().sum()).backward()
