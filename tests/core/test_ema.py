@@ -90,7 +90,7 @@ def test_all_mistakes_in_a_group_are_one_line() -> None:
     wrong = "[{match: conv(, lr_scale: -1}, {mach: a}, {match: b, frozen: true, lr_scale: 2}]"
     (line,) = mistakes(f"--optim.groups={wrong}")
     for part in (
-        "match: conv( is no regular expression",
+        "match: must be a valid regular",
         "lr_scale: must be greater",
         "mach: unknown",
         "match: Field req",
