@@ -1,6 +1,7 @@
 """What text tasks share: a dataset on the Hub or in files, its splits, and the rows to train and to evaluate on."""
 
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -58,12 +59,25 @@ class TextTask(TextSettings, Task):
         with loading("dataset", dataset):
             splits = find_splits(dataset, config)
         others = (name for name in EVALUATION if name in splits and name != self.train_split)
-        used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
+        evaluation = self.eval_split or next(others, None)
+        used = {"train_split": self.train_split or evaluation or "train", "eval_split": evaluation}
         for setting, split in used.items():
             if split and split not in splits:
                 raise UserError(f"task.{setting}={split}: {dataset} has {listed(splits)}")
         parts: Any = (split and self.open_split(splits[split], dataset, config, split) for split in used.values())
         return Opened(*parts)
+
+    @cached_property
+    def eval_sets(self) -> Any:
+        """Return the sets of `eval_datasets`: of each, what a task with this one's labels evaluates on if it has that
+        dataset alone, and no training data."""
+        sets, unset = {}, dict.fromkeys(("dataset_config", "train_split", "eval_split", "sources", "streaming"))
+        for name, dataset in self.eval_datasets.items():
+            task = self.model_copy(update={**unset, "dataset": dataset, "eval_from": "all"})
+            _, sets[name] = task.build_datasets()
+            size, skipped = task.dataset_size(sets[name]), max(task._skipped_rows.values())
+            self.state.remarks.append(f"also evaluated on, as {name}: {size}; skipped rows {skipped:,}")
+        return sets
 
     def open_split(self, files: dict[str, str], dataset: str, config: str | None, split: str) -> Split:
         """Return a split of a dataset, given its files, each with its version. Raise a UserError if none has rows."""
