@@ -1,6 +1,7 @@
 """What text tasks share: a dataset on the Hub or in files, its splits, and the rows to train and to evaluate on."""
 
 import sys
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,7 @@ from datasets import Dataset, DownloadManager, load_dataset, load_dataset_builde
 from huggingface_hub import metadata_load
 from pydantic import PrivateAttr
 
-from src.config.errors import UserError, listed
+from src.config.errors import UserError, as_user_error, listed
 from src.config.terminal import is_first, say
 from src.tasks.base import Task
 from src.tasks.text.files import EVALUATION, EXTENSIONS, by_split, find_files
@@ -44,7 +45,7 @@ class Opened(NamedTuple):
 class TextTask(TextSettings, Task):
     """Reads the rows of a text task, as its settings say."""
 
-    _skipped_rows: dict[str, int] = PrivateAttr(default_factory=dict)
+    _skipped_rows: Counter[str] = PrivateAttr(default_factory=Counter)
 
     def open_rows(self) -> Opened:
         """Return the splits of the dataset that the settings name. Raise a UserError that says in one line what cannot
@@ -55,7 +56,6 @@ class TextTask(TextSettings, Task):
         """Return the splits of a dataset, or of one of its configurations."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and reported in one line
         datasets.disable_progress_bars()  # finished bars would stay on the screen
-        self._skipped_rows = {"train": 0, "eval": 0}
         with loading("dataset", dataset):
             splits = find_splits(dataset, config)
         others = (name for name in EVALUATION if name in splits and name != self.train_split)
@@ -71,12 +71,14 @@ class TextTask(TextSettings, Task):
     def eval_sets(self) -> Any:
         """Return the sets of `eval_datasets`: of each, what a task with this one's labels evaluates on if it has that
         dataset alone, and no training data."""
-        sets, unset = {}, dict.fromkeys(("dataset_config", "train_split", "eval_split", "sources", "streaming"))
+        sets = {}
+        unset = dict.fromkeys(("dataset_config", "train_split", "eval_split", "sources", "streaming"))
         for name, dataset in self.eval_datasets.items():
             task = self.model_copy(update={**unset, "dataset": dataset, "eval_from": "all"})
-            _, sets[name] = task.build_datasets()
-            size, skipped = task.dataset_size(sets[name]), max(task._skipped_rows.values())
-            self.state.remarks.append(f"also evaluated on, as {name}: {size}; skipped rows {skipped:,}")
+            with as_user_error(f"task.eval_datasets.{name}: ", UserError):
+                _, sets[name] = task.build_datasets()
+            size, skipped = task.dataset_size(sets[name]), task._skipped_rows["train"]
+            self.state.remarks.append(f"evaluation set {name}: {size}, skipped rows {skipped:,}")
         return sets
 
     def open_split(self, files: dict[str, str], dataset: str, config: str | None, split: str) -> Split:
