@@ -5,7 +5,7 @@ import re
 import sys
 from typing import Literal
 
-LESS_IS_BETTER = r"(.*/)?(loss_.*|(?!accuracy_).*(loss|perplexity))"
+LESS_IS_BETTER = r"(?!.*/accuracy_).*(/loss_.*|loss|perplexity)"
 """Matches the metrics for which less is better. What comes after loss_ or accuracy_ is a data set's name."""
 
 
