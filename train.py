@@ -31,7 +31,7 @@ from src.tasks.task_checks import require_gradients, require_sum
 from src.tracking.part import Parts
 from src.tracking.tracker import Tracker
 from src.training.batches import CountedSteps, Fetched, MicroBatch, TrainStep, evaluation_batches, training_steps
-from src.training.evaluation import Evaluation, evaluate_batches, gather_in_order, metrics_of
+from src.training.evaluation import Evaluation, evaluate_all, evaluate_batches, gather_in_order, metrics_of
 from src.training.gradients import grad_norm, gradient_sync, local_gradients, scale_and_clip_, step_if_finite
 from src.training.optim import build_optimizers, extended, lr_at, set_lr
 from src.training.phases import in_phase
@@ -115,7 +115,7 @@ def fit(run: Run) -> bool:
             # ----------------------------------------------------------- between two steps: evaluate, save, stop
             if run.is_evaluation_due() and not is_stopping:
                 progress.tick()
-                evaluation = evaluate(run, stop)
+                evaluation = evaluate_all(evaluate, run, stop)
                 is_stopping = evaluation is None
                 if evaluation:
                     progress.add_evaluation(evaluation.metrics, config.early_stopping)

@@ -110,7 +110,10 @@ class RunSettings(Settings):
             yield f"--dry-run and --{self.mode} cannot be combined"
         yield from self.optim.decay_errors(math.inf if self.epochs else self.max_steps or math.inf)
         if self.task.metric_names is not None:
-            yield from self.metric_errors([f"eval/{name}" for name in ("loss", "examples", *self.task.metric_names)])
+            known = [f"eval/{name}" for name in ("loss", "examples", *self.task.metric_names)]
+            further = getattr(self.task, "eval_datasets", ())
+            known += [f"{metric}_{name}" for name in further for metric in ("eval/loss", "eval/accuracy")]
+            yield from self.metric_errors(known)
 
     def _batch_errors(self) -> Iterator[str]:
         size, micro, launch = self.global_batch_size, self.micro_batch_size, LaunchEnv()
@@ -130,9 +133,9 @@ class RunSettings(Settings):
         """Return an error line for each metric in the settings that is not among the `names` of an evaluation's
         results."""
         chosen = {"checkpoint": self.checkpoint.metric, "early_stopping": self.early_stopping.metric}
-        known = ", ".join(names)
+        says = "the evaluation has no such metric"
         return [
-            f"{setting}.metric={name}: the evaluation has no such metric{nearest(name, list(names))} ({known})"
+            f"{setting}.metric={name}: {says}{nearest(name, list(names))} ({', '.join(names)})"
             for setting, name in chosen.items()
             if name is not None and name not in names
         ]

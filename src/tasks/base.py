@@ -118,6 +118,10 @@ class Task(TaskSettings):
     """For outputs of `evaluate` that are too large to keep for all examples, such as masks to show: of how many of the
     evaluation set's first examples to keep them, by name. Only these reach the main process. Others are kept whole."""
 
+    eval_sets: ClassVar[Any] = {}
+    """Further sets to evaluate on, by name: the loss and the accuracy on each are metrics too, eval/loss_NAME and
+    eval/accuracy_NAME. A cached property may build them: it is first read after `build_datasets`."""
+
     _state: TaskState = PrivateAttr(default_factory=TaskState)
 
     @property

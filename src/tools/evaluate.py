@@ -8,6 +8,7 @@ accelerate launch --mixed_precision bf16 -m src.tools.evaluate
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ from src.distributed.process import exit_codes
 from src.tasks.base import Task
 from src.training.evaluation import evaluate_on_one_process, metrics_of
 
-MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
-"""Settings of tasks, and groups of settings, that would change the model."""
+OF_DATA = re.compile(r"task\.(?!(model|revision|dropout|lora|architecture|tokenizer|eval_datasets)\b)")
+"""Matches the settings of a task that choose what this program evaluates on, and none that would change the model."""
 
 
 def main(argv: list[str]) -> None:
@@ -63,10 +64,9 @@ def _with_settings(config: Config[Task], arguments: list[str]) -> Config[Task]:
     mistakes: list[str] = []
     values, written = read_arguments(arguments, mistakes)
     for name, how in written.items():
-        group, _, setting = name.partition(".")
-        if group != "task" or setting.partition(".")[0] in MODEL_SETTINGS:
+        if not OF_DATA.match(name):
             mistakes.append(f"{how}: only settings of the task that choose the data can be changed here")
-    saved = dict(flatten({"task": config.task.model_dump(mode="json")}))
+    saved = dict(flatten({"task": config.task.model_dump(mode="json", exclude={"eval_datasets"})}))
     if "task.dataset" in values and "task.eval_from" in saved:
         saved.pop("task.sources", None)  # of a mixture
         saved["task.eval_from"] = "all"

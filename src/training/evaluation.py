@@ -3,7 +3,8 @@
 import math
 import sys
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
@@ -112,6 +113,19 @@ def metrics_of(task: Task, loss: float, examples: int, outputs: Tensors) -> Metr
     require_right(task, "metrics", of_task)
     found = {"loss": loss, "examples": examples, **of_task}
     return {f"eval/{name}": value for name, value in found.items()}
+
+
+def evaluate_all(evaluate: Any, run: Run, stop: StopSignal) -> Any:
+    """Return what `evaluate(run, stop)` does, with the loss and the accuracy on each of the task's further sets."""
+    evaluation = evaluate(run, stop)
+    for name, dataset in run.task.eval_sets.items() if evaluation else ():
+        other = evaluate(replace(run, eval_set=dataset), stop)
+        if other is None:
+            return None
+        for metric in ("eval/loss", "eval/accuracy"):
+            if metric in other.metrics:
+                evaluation.metrics[f"{metric}_{name}"] = other.metrics[metric]
+    return evaluation
 
 
 def evaluation_line(metrics: Metrics) -> str:

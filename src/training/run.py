@@ -184,6 +184,7 @@ def build_data(config: Config[Task], accelerator: Accelerator) -> tuple[Examples
     with local_main_process_first(accelerator):
         datasets = task.build_datasets()
         require_right(task, "build_datasets", datasets)
+        _ = task.eval_sets
     train_set, eval_set = datasets
     if not len(train_set):
         raise UserError("the training set is empty")
@@ -205,6 +206,7 @@ def fingerprints_of(task: Task, datasets: tuple[Examples, Examples], accelerator
     fingerprints: list[str] = []
     if accelerator.is_local_main_process:
         fingerprints = [task.fingerprint(dataset) for dataset in datasets]
+        fingerprints[-1] += "".join(map(task.fingerprint, task.eval_sets.values()))
     facts = dict(zip(("training data", "evaluation data"), fingerprints, strict=False))
     raise_if_any(machine_differences(gather_object([(socket.gethostname(), facts)] if facts else [])))
     return fingerprints

@@ -1,11 +1,12 @@
 """Score evaluations, for early stopping, the best checkpoints and reports."""
 
 import math
+import re
 import sys
 from typing import Literal
 
-LESS_IS_BETTER = ("loss", "perplexity")
-"""Suffixes of the metrics for which less is better."""
+LESS_IS_BETTER = r"(?!.*/accuracy_).*(/loss_.*|loss|perplexity)"
+"""Matches the metrics for which less is better. What comes after loss_ or accuracy_ is a data set's name."""
 
 
 def score(value: float, metric: str, mode: Literal["min", "max"] | None) -> float:
@@ -13,5 +14,5 @@ def score(value: float, metric: str, mode: Literal["min", "max"] | None) -> floa
     # comparisons with NaN are false: if the first value is NaN, nothing would ever beat it. JSON has no infinity.
     if math.isnan(value):
         return -sys.float_info.max
-    is_less_better = mode == "min" or (mode is None and metric.endswith(LESS_IS_BETTER))
+    is_less_better = mode == "min" or (mode is None and re.fullmatch(LESS_IS_BETTER, metric))
     return -value if is_less_better else value

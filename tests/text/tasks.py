@@ -98,12 +98,12 @@ def of(task: Short, *arguments: str) -> Short:
 
 
 TEXT = {
-    "lm": of(LM, LLAMA),
+    "lm": of(LM, LLAMA, "--task.eval_datasets.all={folder}/questions.jsonl"),
     "lm with dropout": of(LM, LLAMA, "--task.dropout=0.1", "--task.sequence_length=64", "--log_every=3"),
     "scratch": of(LM, *tiny.NEW_LLAMA),
     "experts": of(LM, *tiny.NEW_LLAMA, *MIXTRAL),
     "lm with adapters": of(LM, LLAMA, *MERGED),
-    "classifier": of(CLASSIFIER, BERT),
+    "classifier": of(CLASSIFIER, BERT, "--task.eval_datasets.dev={folder}/reviews/dev.tsv"),
     "classifier with adapters": of(CLASSIFIER, BERT, ADAPTERS),
     "classifier with a decoder": of(CLASSIFIER, "--task.model={folder}/models/t5"),
     "new tokens, tied": Short((*NEW_TOKENS, "--task.model={folder}/models/tied"), text),

@@ -1,6 +1,7 @@
 """The settings of streamed and mixed language modelling. Checking them takes neither torch nor transformers."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -43,6 +44,13 @@ class StreamedLMSettings(CausalLMSettings):
         return self.sources or [MixtureSource(dataset=self.dataset, dataset_config=self.dataset_config)]
 
     @property
+    def source_names(self) -> list[str]:
+        """Return the names of a mixture's sources: the last part of each dataset's path, with a number unless it is
+        unique. Empty if there is no mixture."""
+        stems = [Path(source.dataset).stem for source in self.sources]
+        return [stem if stems.count(stem) == 1 else f"{stem}_{number}" for number, stem in enumerate(stems, start=1)]
+
+    @property
     def dataset_names(self) -> list[str]:
         return [part.dataset for part in self.parts]
 
@@ -53,3 +61,6 @@ class StreamedLMSettings(CausalLMSettings):
         for source in self.sources:
             if not source.weight:
                 yield f"task.sources: {source.dataset} has a weight of 0: remove it, or give it a weight"
+        for name in self.source_names:
+            if name in self.eval_datasets:
+                yield f"task.eval_datasets.{name}: eval/loss_{name} is the loss on one of task.sources: rename it"

@@ -108,13 +108,6 @@ class StreamedLM(StreamedLMSettings, CausalLM):
     def order(self, train: Stream, random: np.random.Generator, global_batch_size: int) -> Indices:
         return range(len(train))  # each window is shuffled already
 
-    @property
-    def source_names(self) -> list[str]:
-        """Return the names of a mixture's sources: the last part of each dataset's path, with a number unless it is
-        unique. Empty if there is no mixture."""
-        stems = [Path(source.dataset).stem for source in self.sources]
-        return [stem if stems.count(stem) == 1 else f"{stem}_{number}" for number, stem in enumerate(stems, start=1)]
-
     def collate(self, samples: list[list[Chunk]]) -> Batch:
         """Return a batch of what the chunks of each sample hold. It also counts the rows that were skipped, and the
         tokens from each source of a mixture, and has the source of each target: `sources`, shape (targets,), int64."""

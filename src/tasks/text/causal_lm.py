@@ -55,12 +55,11 @@ class CausalLM(
         attention = self.choose_attention()
         return LanguageModel(self.with_adapters(model), attention)
 
-    def build_datasets(self) -> tuple[Any, Sequences]:
+    def build_datasets(self) -> Any:
         opened = self.open_rows()
         columns = self.choose_columns(opened.train, opened.train.column_names)
         parts = zip(self.usable_parts(opened, columns), ("training data", "evaluation data"), strict=True)
-        train, evaluation = (self.packed(self.chunker.make_chunks(rows, of), len(rows), of) for rows, of in parts)
-        return train, evaluation
+        return tuple(self.packed(self.chunker.make_chunks(rows, of), len(rows), of) for rows, of in parts)
 
     @property
     def chunker(self) -> Chunker:
@@ -98,8 +97,7 @@ class CausalLM(
         return [[chunk] for chunk in sample]
 
     def preview(self, dataset: Sequences, index: int) -> str:
-        (chunks,) = dataset.__getitems__([index])
-        return self.shown(chunks)
+        return self.shown(*dataset.__getitems__([index]))
 
     def shown(self, chunks: list[Chunk]) -> str:
         """Return the chunks of a sequence as lines of text, with what contributes to the loss in ⟦ ⟧."""

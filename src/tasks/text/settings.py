@@ -61,6 +61,10 @@ class TextSettings(TaskSettings):
     eval_from: Literal["random", "last", "all"] = "random"
     """Which rows are held out: random ones, the same in each run, or the last ones. A single document is always cut
     near its end. all: none, and all rows are evaluated on, as src.tools.evaluate does with other data."""
+    eval_datasets: dict[Annotated[str, Field(pattern=r"^[\w-]+$")], str] = {}
+    """Further evaluation sets: {math: math.jsonl, code: FOLDER} adds eval/loss_math and, if the task has an accuracy,
+    eval/accuracy_math, and those of code. Each is a file, a folder or a dataset on the Hub: all of its validation, dev
+    or test split is read or, if there is none, of train."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do with rows that cannot be read, whose text or label is missing or of the wrong type, or whose chat the
     template cannot write. refuse: name the first and stop; skip: leave them out and count them."""
@@ -83,12 +87,12 @@ class TextSettings(TaskSettings):
 
     @property
     def dataset_names(self) -> list[str]:
-        """Return the names of all datasets that are read."""
+        """Return the names of all datasets that are trained on."""
         return [self.dataset]
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
-        for dataset in self.dataset_names:
+        for dataset in [*self.dataset_names, *self.eval_datasets.values()]:
             path = Path(dataset)
             is_hub_name = path.suffix.lower() not in EXTENSIONS and HUB_NAME.fullmatch(dataset)
             if not dataset:

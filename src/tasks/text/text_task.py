@@ -1,6 +1,8 @@
 """What text tasks share: a dataset on the Hub or in files, its splits, and the rows to train and to evaluate on."""
 
 import sys
+from collections import Counter
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +12,7 @@ from datasets import Dataset, DownloadManager, load_dataset, load_dataset_builde
 from huggingface_hub import metadata_load
 from pydantic import PrivateAttr
 
-from src.config.errors import UserError, listed
+from src.config.errors import UserError, as_user_error, listed
 from src.config.terminal import is_first, say
 from src.tasks.base import Task
 from src.tasks.text.files import EVALUATION, EXTENSIONS, by_split, find_files
@@ -43,7 +45,7 @@ class Opened(NamedTuple):
 class TextTask(TextSettings, Task):
     """Reads the rows of a text task, as its settings say."""
 
-    _skipped_rows: dict[str, int] = PrivateAttr(default_factory=dict)
+    _skipped_rows: Counter[str] = PrivateAttr(default_factory=Counter)
 
     def open_rows(self) -> Opened:
         """Return the splits of the dataset that the settings name. Raise a UserError that says in one line what cannot
@@ -54,16 +56,30 @@ class TextTask(TextSettings, Task):
         """Return the splits of a dataset, or of one of its configurations."""
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, and reported in one line
         datasets.disable_progress_bars()  # finished bars would stay on the screen
-        self._skipped_rows = {"train": 0, "eval": 0}
         with loading("dataset", dataset):
             splits = find_splits(dataset, config)
         others = (name for name in EVALUATION if name in splits and name != self.train_split)
-        used = {"train_split": self.train_split, "eval_split": self.eval_split or next(others, None)}
+        evaluation = self.eval_split or next(others, None)
+        used = {"train_split": self.train_split or evaluation or "train", "eval_split": evaluation}
         for setting, split in used.items():
             if split and split not in splits:
                 raise UserError(f"task.{setting}={split}: {dataset} has {listed(splits)}")
         parts: Any = (split and self.open_split(splits[split], dataset, config, split) for split in used.values())
         return Opened(*parts)
+
+    @cached_property
+    def eval_sets(self) -> Any:
+        """Return the sets of `eval_datasets`: of each, what a task with this one's labels evaluates on if it has that
+        dataset alone, and no training data."""
+        sets = {}
+        unset = dict.fromkeys(("dataset_config", "train_split", "eval_split", "sources", "streaming"))
+        for name, dataset in self.eval_datasets.items():
+            task = self.model_copy(update={**unset, "dataset": dataset, "eval_from": "all"})
+            with as_user_error(f"task.eval_datasets.{name}: ", UserError):
+                _, sets[name] = task.build_datasets()
+            size, skipped = task.dataset_size(sets[name]), task._skipped_rows["train"]
+            self.state.remarks.append(f"evaluation set {name}: {size}, skipped rows {skipped:,}")
+        return sets
 
     def open_split(self, files: dict[str, str], dataset: str, config: str | None, split: str) -> Split:
         """Return a split of a dataset, given its files, each with its version. Raise a UserError if none has rows."""
