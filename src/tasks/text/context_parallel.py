@@ -40,8 +40,8 @@ class LongSequences(PackedSequences):
         self.state.optimizations[-1] += f", across {cp.size} processes"
         return register(attention, cp)
 
-    def collate(self, samples: list[list[Chunk]]) -> Batch:
-        batch, cp = super().collate(samples), self.state.cp
+    def batch_of(self, samples: list[list[Chunk]], width: int) -> Batch:
+        batch, cp = super().batch_of(samples, width), self.state.cp
         if cp.size == 1:
             return batch
         sizes = [sum(len(chunk["input_ids"]) for chunk in sample) for sample in samples]
@@ -56,7 +56,7 @@ def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
 
 
 def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
-    """Return this process's part of a batch of whole sequences, from PackedSequences.collate, and which targets are in
+    """Return this process's part of a batch of whole sequences, from PackedSequences.batch_of, and which targets are in
     it: `own_targets`, shape (targets,), bool.
 
     Labels have been shifted there: the label of a part's last token is the first token of the next part.
