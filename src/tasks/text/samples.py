@@ -51,8 +51,7 @@ class Samples(PackedSequences):
         for text in self.samples or ():
             tokens = missing_ends(text, self._tokenizer)[0] + self._tokenizer.encode(text, add_special_tokens=False)
             if not text or len(tokens) >= self.sequence_length:
-                raise UserError(
-                    f"task.samples: {text[:40]!r}: must have 1 to {self.sequence_length - 1} tokens (task.sequence_length)"
-                )
+                says = f"must have 1 to {self.sequence_length - 1} tokens (task.sequence_length)"
+                raise UserError(f"task.samples: {text[:40]!r} {says}")
             prompts.append(tokens)
         return prompts
