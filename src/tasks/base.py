@@ -180,8 +180,8 @@ class Task(TaskSettings):
         return {}
 
     def tables(self, outputs: Tensors, dataset: Any) -> Tables:
-        """Return tables to log at each evaluation, by name, such as the worst mistakes. `outputs` are as for `metrics`;
-        `dataset` is the evaluation set."""
+        """Return tables to log at each evaluation, by name, such as the worst mistakes; one without rows is left out.
+        `outputs` are as for `metrics`; `dataset` is the evaluation set."""
         return {}
 
     def generate(self, model: nn.Module, dataset: Any) -> Table:

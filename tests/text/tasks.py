@@ -102,7 +102,9 @@ def of(task: Short, *arguments: str) -> Short:
 
 TEXT = {
     "lm": of(LM, LLAMA, "--task.samples=null"),
-    "lm with dropout": of(LM, LLAMA, "--task.samples=null", "--task.dropout=0.1", "--task.sequence_length=64", "--log_every=3"),
+    "lm with dropout": of(
+        LM, LLAMA, "--task.dropout=0.1", "--task.sequence_length=64", "--log_every=3", "--task.samples=null"
+    ),
     "scratch": of(LM, *tiny.NEW_LLAMA),
     "experts": of(LM, *tiny.NEW_LLAMA, *MIXTRAL),
     "lm with adapters": of(LM, LLAMA, *MERGED),

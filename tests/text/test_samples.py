@@ -78,16 +78,20 @@ def test_texts_in_the_settings_are_continued(llama: Path, kind: str) -> None:
     assert [(row["prompt"], row["continuation"]) for row in rows] == [*zip(prompts, expected, strict=True)]
 
 
-def test_a_continuation_ends_with_the_turn(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("eos", ["<|im_end|>", tiny.END])
+def test_a_continuation_ends_with_the_turn(models: Path, monkeypatch: pytest.MonkeyPatch, eos: str) -> None:
+    """Whether or not that is the token that ends a text."""
     tiny.chats(Path("chats.jsonl"))
     task = tiny.task(model=str(models / "tied"), dataset="chats.jsonl", chat_template="chatml",
                      new_tokens=["<|im_start|>", "<|im_end|>"])  # fmt: skip
     _, dataset = task.build_datasets()
     model = task.build_model().eval()
     end = task._tokenizer.convert_tokens_to_ids("<|im_end|>")
+    task._tokenizer.eos_token = eos
 
     def write(input_ids: torch.Tensor, index: torch.Tensor, **_: Any) -> torch.Tensor:
         """Likeliest is 3 after the prompt, then the end of the turn."""
+        assert input_ids.shape == (1, int(index) + 1), "no wider than it has to be"
         is_second = input_ids.flatten()[index] == 3
         return torch.nn.functional.one_hot(torch.where(is_second, end, 3), 300)
 

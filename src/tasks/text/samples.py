@@ -34,10 +34,10 @@ class Samples(PackedSequences):
             for _ in range(min(MAX_NEW, self.sequence_length - len(prompt))):
                 chunk = {"input_ids": tokens, "labels": [-100] * (len(tokens) - 1) + [0]}
                 batch = send_to_device(self.batch_of([[chunk]], 1), self.state.device)
-                likeliest = model(**batch["inputs"] | {"targets": None}).argmax(-1)
-                # Rounding may differ between processes: the first one's counts. Of those that share the tokens, one
-                # has the last.
-                tokens.append(gather_object(likeliest.tolist())[0])
+                logits = model(**batch["inputs"] | {"targets": None})
+                # Rounding may differ between processes: the first one decides. Of those that share a sequence, that is
+                # the one that has its last token.
+                tokens += gather_object(logits.argmax(-1).tolist())[:1]
                 if tokenizer.convert_ids_to_tokens(tokens[-1]) in ends:
                     break
             given, text = map(tokenizer.decode, (prompt, tokens))  # alone, new ones may lose their first space

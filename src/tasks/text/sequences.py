@@ -70,5 +70,6 @@ class PackedSequences(CausalLMSettings, Decoder):
         return {
             "inputs": inputs | document_lengths(ends),
             "tokens": sum(sizes),
+            "sizes": sizes,  # of the rows, without padding
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
         }
