@@ -1,10 +1,9 @@
 """The settings of samples."""
 
-from src.config.settings import ResumeSafe
-from src.tasks.text.settings import DecoderSettings
+from src.config.settings import ResumeSafe, Settings
 
 
-class SampleSettings(DecoderSettings):
+class SampleSettings(Settings):
     """Adds samples of what a language model writes."""
 
     samples: ResumeSafe[list[str] | None] = None
