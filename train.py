@@ -75,13 +75,14 @@ def train_step(run: Run, micro_batches: list[MicroBatch], counts: dict[str, floa
 
 
 def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
-    """Evaluate each example exactly once. Return the metrics and the outputs that the task's tables are made from, or
-    None if the run was stopped meanwhile."""
+    """Evaluate each example exactly once. Return the metrics, the outputs that the task's tables are made from, and
+    what the model generates; None if the run was stopped meanwhile."""
     task, size = run.task, len(run.eval_set)
     run.model.eval()
     broadcast([*run.model.buffers()])  # running statistics, as process 0 exports them: FSDP leaves each its own
-    with in_phase("evaluation", run):
+    with in_phase("evaluation", run), torch.no_grad():
         scores = evaluate_batches(task, run.model, evaluation_batches(run, stop), run.device, stop)
+        samples = task.generate(run.model, run.eval_set) if scores else []
     run.model.train()
     if scores is None:
         return None
@@ -91,7 +92,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     num_examples = int(examples) // run.cp_size
     metrics = metrics_of(task, loss_sum / targets, num_examples, outputs) if run.is_main else {}
     (metrics,) = broadcast_object_list([metrics])  # all must agree on early stopping and on the best checkpoints
-    return Evaluation(metrics, outputs)
+    return Evaluation(metrics, outputs, samples)
 
 
 def fit(run: Run) -> bool:

@@ -186,9 +186,15 @@ class Task(TaskSettings):
         return {}
 
     def tables(self, outputs: Tensors, dataset: Any) -> Tables:
-        """Return tables to log at each evaluation, by name, such as the worst mistakes. `outputs` are as for `metrics`;
-        `dataset` is the evaluation set."""
+        """Return tables to log at each evaluation, by name, such as the worst mistakes; one without rows is left out.
+        `outputs` are as for `metrics`; `dataset` is the evaluation set."""
         return {}
+
+    def generate(self, model: nn.Module, dataset: Any) -> Table:
+        """Return what the model writes by itself, to show at each evaluation, in rows of two texts: what it is given,
+        and how it continues. Called on all processes, as calling the model may be collective, in evaluation mode and
+        without gradients; draw no random numbers. `dataset` is the evaluation set."""
+        return []
 
     def predictions(self, outputs: Tensors, dataset: Any) -> Columns:
         """Return the columns of predictions.parquet, with a row per example: by default, all outputs but those in

@@ -39,7 +39,7 @@ def picture(image: Any) -> str:
 
 
 def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict[str, Any]]) -> Tables:
-    """Return the tables `mistakes` (left out if there are none), `confusion` and `classes`.
+    """Return the tables `mistakes`, `confusion` and `classes`.
 
     Args:
         outputs: predictions and references, shape (examples,), int64, and probabilities, shape (examples, labels).
@@ -63,7 +63,7 @@ def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict
         confusion.append({"label": labels[label]} | {labels[i]: counts[i] for i in shown})
         accuracy = counts[label] / examples if examples else None
         classes.append({"label": labels[label], "examples": examples, "accuracy": accuracy})
-    return ({"mistakes": mistakes} if mistakes else {}) | {"confusion": confusion, "classes": classes}
+    return {"mistakes": mistakes, "confusion": confusion, "classes": classes}
 
 
 def label_columns(outputs: Tensors, labels: list[str]) -> Columns:

@@ -22,6 +22,9 @@ from src.training.evaluation import Evaluation, evaluation_line
 from src.training.progress import StepResult
 from src.training.run import Run
 
+SHOWN = 160
+"""Characters of a longer prompt that the terminal shows: the last ones."""
+
 
 class Tracker(contextlib.AbstractContextManager["Tracker"]):
     """Writes the run's log, and passes it on to the parts."""
@@ -100,8 +103,10 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         """Log an evaluation made after the latest step."""
         run, step = self._run, self._run.progress.step
         if run.is_main:
-            tables = run.task.tables(evaluation.outputs, run.eval_set)
+            tables = run.task.tables(evaluation.outputs, run.eval_set) | {"samples": evaluation.samples}
             run.tell(f"step {step:>6,}/{run.total_steps:,}  {evaluation_line(evaluation.metrics)}")
+            for given, made in map(dict.values, evaluation.samples):
+                run.tell(f"  {'…' * (len(given) > SHOWN)}{given[-SHOWN:]}⟦{made}⟧")
             self._log({"epoch": step / run.steps_per_epoch, **evaluation.metrics}, tables)
 
     def sync(self) -> int:
@@ -163,7 +168,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
     def _log(self, metrics: Entry, tables: Tables) -> None:
         """Append a line to metrics.jsonl on the main process, which alone has parts, and have them log it too."""
         entry = {"step": self._run.progress.step, **metrics}
-        tables = {f"eval/{name}": rows for name, rows in tables.items()}
+        tables = {f"eval/{name}": rows for name, rows in tables.items() if rows}
         if self._run.is_main:
             with naming(self.folder / "metrics.jsonl"):
                 self._metrics.write(json_text(entry | tables) + "\n")

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler
 from src.config.errors import raise_if_any
 from src.distributed.accelerator import sum_dtype
 from src.distributed.stop import StopSignal
-from src.tasks.base import Examples, Metrics, Task, Tensors
+from src.tasks.base import Examples, Metrics, Table, Task, Tensors
 from src.tasks.task_checks import require_right
 from src.training.batches import MicroBatch, fetch_batch, to_micro_batch
 from src.training.run import Run
@@ -27,6 +27,8 @@ class Evaluation(NamedTuple):
     """Values by name: eval/…."""
     outputs: Tensors
     """The outputs that Task.tables makes tables from."""
+    samples: Table
+    """What Task.generate returned."""
 
 
 class Scores(NamedTuple):

@@ -21,27 +21,27 @@ def with_all_targets(count: Hook, task: Any, batch: Batch) -> Counts:
     return {**counts, "targets": counts["targets"] * task.state.cp.size}
 
 
-def with_positions_from_zero(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
-    part = cut(batch, sizes, cp)
+def with_positions_from_zero(cut: Hook, batch: Batch, cp: ContextParallel) -> Batch:
+    part = cut(batch, cp)
     positions = part["inputs"]["position_ids"]
     positions -= positions[:, :1].clone()
     return part
 
 
-def without_the_last_labels(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
-    part = cut(batch, sizes, cp)
+def without_the_last_labels(cut: Hook, batch: Batch, cp: ContextParallel) -> Batch:
+    part = cut(batch, cp)
     inputs = part["inputs"]
     length = inputs["input_ids"].shape[1]
     stays = inputs["index"] % length < length - 1
     return {**part, "inputs": inputs | {name: inputs[name][stays] for name in ("index", "targets")}}
 
 
-def of_the_other_rank(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
-    return cut(batch, sizes, cp._replace(rank=cp.size - 1 - cp.rank))
+def of_the_other_rank(cut: Hook, batch: Batch, cp: ContextParallel) -> Batch:
+    return cut(batch, cp._replace(rank=cp.size - 1 - cp.rank))
 
 
-def of_the_first_rank(cut: Hook, batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
-    return cut(batch, sizes, cp._replace(rank=0))
+def of_the_first_rank(cut: Hook, batch: Batch, cp: ContextParallel) -> Batch:
+    return cut(batch, cp._replace(rank=0))
 
 
 def of_parts_alone(

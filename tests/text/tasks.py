@@ -60,7 +60,8 @@ def chat_model(_: Path) -> None:
 
 
 LM = Short(
-    ("--task.name=causal_lm", "--task.dataset={folder}/questions.jsonl", "--task.sequence_length=128", *EARLY),
+    ("--task.name=causal_lm", "--task.dataset={folder}/questions.jsonl", "--task.sequence_length=128",
+     "--task.samples=[]", *EARLY),
     text, ("--micro_batch_size=4",), ("--micro_batch_size=2", "--activation_checkpointing=true"), FEW_LOGITS, saved=8,
 )  # fmt: skip
 """Packed, with masked prompts and clipping, and of ragged lengths, so that the last batches are ragged too. Under a
@@ -70,17 +71,19 @@ LLAMA, BERT, ADAPTERS = "--task.model={folder}/models/llama", "--task.model={fol
 MERGED = (ADAPTERS, "--task.lora.merge=true")
 NEW_TOKENS = (
     "--task.name=causal_lm", "--task.dataset={folder}/chats.jsonl", "--task.sequence_length=64", *MERGED, *CONSTANT,
-    "--task.chat_template=chatml", "--task.new_tokens=[<|im_start|>,<|im_end|>]", "--max_steps=12",
+    "--task.chat_template=chatml", "--task.new_tokens=[<|im_start|>,<|im_end|>]", "--max_steps=12", "--task.samples=[]",
     "--global_batch_size=8", "--micro_batch_size=2", "--optim.lr=1e-2", "--optim.weight_decay=0",
 )  # fmt: skip
 FOUR_BITS = (
     "--task.name=causal_lm", "--task.dataset={folder}/questions.jsonl", "--task.sequence_length=64", *MERGED, *CONSTANT,
     "--task.model={folder}/models/spread", "--task.lora.base_dtype=nf4", "--task.eval_from=last", "--max_steps=50",
     "--save_every=25", "--eval_every=20", "--global_batch_size=2", "--micro_batch_size=1", "--optim.lr=3e-3",
+    "--task.samples=[]",
 )  # fmt: skip
 CHAT = (
     "--task.name=causal_lm", f"--config={PROJECT}/configs/chat_lora.yaml", f"--task.model={SMOLLM2}", *CONSTANT,
     "--max_steps=10", "--save_every=5", "--global_batch_size=2", "--task.sequence_length=96", "--task.lora.merge=true",
+    "--task.samples=[]",
 )  # fmt: skip
 """Ten steps as `make chat` takes them, on fewer tokens."""
 
@@ -98,8 +101,10 @@ def of(task: Short, *arguments: str) -> Short:
 
 
 TEXT = {
-    "lm": of(LM, LLAMA, "--task.eval_datasets.all={folder}/questions.jsonl"),
-    "lm with dropout": of(LM, LLAMA, "--task.dropout=0.1", "--task.sequence_length=64", "--log_every=3"),
+    "lm": of(LM, LLAMA, "--task.samples=null", "--task.eval_datasets.all={folder}/questions.jsonl"),
+    "lm with dropout": of(
+        LM, LLAMA, "--task.dropout=0.1", "--task.sequence_length=64", "--log_every=3", "--task.samples=null"
+    ),
     "scratch": of(LM, *tiny.NEW_LLAMA),
     "experts": of(LM, *tiny.NEW_LLAMA, *MIXTRAL),
     "lm with adapters": of(LM, LLAMA, *MERGED),

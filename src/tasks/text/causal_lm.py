@@ -21,6 +21,7 @@ from src.tasks.text.load import load_exported
 from src.tasks.text.loss import LanguageModel
 from src.tasks.text.packing import Chunk, Sequences, pack
 from src.tasks.text.rows import Batch, Rows
+from src.tasks.text.samples import Samples
 from src.tasks.text.sequences import PackedSequences
 from src.tasks.text.tokenizing import Chunker
 from src.tasks.text.trial import require_decoder
@@ -32,6 +33,7 @@ MAX_SAMPLES, MAX_SAMPLE = 8, 1000
 class CausalLM(
     ChatRows,
     LongSequences,
+    Samples,
     PackedSequences,
 ):
     """Predicts the next token of raw text, of prompts with completions, or of chats."""

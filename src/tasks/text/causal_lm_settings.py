@@ -6,11 +6,13 @@ from pydantic import PositiveInt
 
 from src.config.settings import ResumeSafe
 from src.tasks.text.chat_settings import ChatSettings
+from src.tasks.text.sample_settings import SampleSettings
 from src.tasks.text.settings import DecoderSettings
 
 
 class CausalLMSettings(
     ChatSettings,
+    SampleSettings,
     DecoderSettings,
 ):
     """Settings of next-token prediction."""

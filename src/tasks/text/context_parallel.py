@@ -40,12 +40,9 @@ class LongSequences(PackedSequences):
         self.state.optimizations[-1] += f", across {cp.size} processes"
         return register(attention, cp)
 
-    def collate(self, samples: list[list[Chunk]]) -> Batch:
-        batch, cp = super().collate(samples), self.state.cp
-        if cp.size == 1:
-            return batch
-        sizes = [sum(len(chunk["input_ids"]) for chunk in sample) for sample in samples]
-        return shard_batch(batch, sizes, cp)
+    def batch_of(self, samples: list[list[Chunk]], width: int) -> Batch:
+        batch, cp = super().batch_of(samples, width), self.state.cp
+        return shard_batch(batch, cp) if cp.size > 1 else batch
 
 
 def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
@@ -55,15 +52,14 @@ def require_splittable(config: PreTrainedConfig, packing: bool) -> None:
         raise UserError(f"{config.model_type}: processes cannot split its sequences (cp_size): {reason}")
 
 
-def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
-    """Return this process's part of a batch of whole sequences, from PackedSequences.collate, and which targets are in
+def shard_batch(batch: Batch, cp: ContextParallel) -> Batch:
+    """Return this process's part of a batch of whole sequences, from PackedSequences.batch_of, and which targets are in
     it: `own_targets`, shape (targets,), bool.
 
     Labels have been shifted there: the label of a part's last token is the first token of the next part.
 
     Args:
         batch: a batch whose rows divide into `cp.size` parts.
-        sizes: the tokens of each row, without padding.
     """
     inputs, index = batch["inputs"], batch["inputs"]["index"]
     width = inputs["input_ids"].shape[1]
@@ -77,7 +73,7 @@ def shard_batch(batch: Batch, sizes: list[int], cp: ContextParallel) -> Batch:
     }
     return {
         "inputs": inputs | own,
-        "tokens": sum(min(max(size - start, 0), length) for size in sizes),
+        "tokens": sum(min(max(size - start, 0), length) for size in batch["sizes"]),
         "pairs": batch["pairs"] / cp.size,  # per head, and each process has the same number of heads
         "own_targets": is_own,
     }

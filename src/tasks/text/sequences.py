@@ -58,13 +58,18 @@ class PackedSequences(CausalLMSettings, Decoder):
         return attention
 
     def collate(self, samples: list[list[Chunk]]) -> Batch:
+        return self.batch_of(samples, self.sequence_length if self.packing else 1)
+
+    def batch_of(self, samples: list[list[Chunk]], width: int) -> Batch:
+        """Return a batch of these samples, in rows of at least this width."""
         lengths = [[len(chunk["input_ids"]) for chunk in sample] for sample in samples]
         sizes = [*map(sum, lengths)]
-        width = max(self.sequence_length if self.packing else 1, *sizes)
+        width = max(width, *sizes)
         width += -width % self.state.cp.size
         inputs, ends = batch_tensors(samples, width, self._tokenizer.pad_token_id or 0)
         return {
             "inputs": inputs | document_lengths(ends),
             "tokens": sum(sizes),
+            "sizes": sizes,  # of the rows, without padding
             "pairs": sum(n * (n + 1) // 2 for row in lengths for n in row),
         }
