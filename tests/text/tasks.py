@@ -69,7 +69,7 @@ strategy there are micro-batches of two sequences, activations are recomputed, l
 CLASSIFIER = replace(LM, arguments=("--task.name=text_classification", "--task.dataset={folder}/reviews", *EARLY))
 RATED = (*CLASSIFIER.arguments, "--task.dataset={folder}/rated.jsonl", "--task.model={folder}/models/bert")
 SEVERAL = ("--task.problem=multi_label_classification", "--task.label_column=labels", "--task.class_weights=balanced")
-NUMBERS = ("--task.problem=regression", "--task.label_column=score")
+NUMBERS = ("--task.problem=regression", "--task.label_column=score", "--task.model={folder}/models/spread")
 LLAMA, BERT, ADAPTERS = "--task.model={folder}/models/llama", "--task.model={folder}/models/bert", "--task.lora.r=4"
 MERGED = (ADAPTERS, "--task.lora.merge=true")
 NEW_TOKENS = (

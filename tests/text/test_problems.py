@@ -97,6 +97,7 @@ def test_the_metrics_of_each_problem_are_the_libraries(problem: str) -> None:
     averages = {ONE: {"f1": "macro"}, SEVERAL: {"f1_micro": "micro", "f1_macro": "macro"}}.get(problem, {})
     own: dict[str, Any] = {name: f1_score(expected, found, average=how) for name, how in averages.items()}
     if problem == NUMBER:
+        assert {*expected} == {*map(float, LABELS[NUMBER])}, "as they are written, not as fp32 has them"
         own["pearson"] = pearsonr(expected, found).statistic
     else:
         own["accuracy"] = accuracy_score(expected, found)
@@ -110,7 +111,7 @@ def test_the_metrics_of_each_problem_are_the_libraries(problem: str) -> None:
 
 @pytest.mark.parametrize("constant", ["predictions", "references"])
 def test_numbers_that_are_all_the_same_have_no_correlation(constant: str) -> None:
-    """0.1, of which the mean of 37 is another number in floating point, so that naive sums would have one."""
+    """Of 37 times 0.1, fp32 makes a mean that is not 0.1, and a correlation of what remains."""
     task, both = classifier(NUMBER), {name: torch.rand(37, 1) for name in ("predictions", "references")}
     assert -1 <= task.metrics(both)["pearson"] <= 1
     assert np.isnan(task.metrics(both | {constant: torch.full((37, 1), 0.1)})["pearson"])
@@ -174,6 +175,8 @@ def test_a_random_split_leaves_no_label_of_a_list_untrained() -> None:
     train, evaluation = task.build_datasets()
     assert len(train) + len(evaluation) == 60
     assert np.sum(train["label"][:], 0).min() == 1
+    _, numbers = classifier(NUMBER, [1, 2, 2, *range(3, 60)], eval_from="random").build_datasets()
+    assert len(numbers) == 20  # each number need not be there in training
     with pytest.raises(UserError, match="rare 40, rare 50 is in the data .*, the training data's$"):
         classifier(SEVERAL, labels).build_datasets()
 
@@ -302,3 +305,8 @@ def test_each_label_needs_a_weight(problem: str, weights: Any) -> None:
     known = "a, b, c, d" if weights == "balanced" else "a, b, c"
     with pytest.raises(UserError, match=f"^task.class_weights: has {names}; the labels are {known}$"):
         classifier(problem, class_weights=weights).build_datasets()
+
+
+def test_a_label_that_all_rows_have_cannot_be_balanced() -> None:
+    with pytest.raises(UserError, match="^task.class_weights: has a, b; the labels are a, b$"):
+        classifier(SEVERAL, [["a"], ["a", "b"]], class_weights="balanced").build_datasets()

@@ -220,9 +220,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
     def metrics(self, outputs: Tensors) -> dict[str, float]:
         labels = {name: outputs[name] for name in ("predictions", "references")}
         if self.problem == "regression":
-            both = torch.cat([*labels.values()], 1).T.double()
-            # r ignores shifts: after this one, numbers that are all the same are 0, which no rounding can correlate
-            return {"pearson": torch.corrcoef(both - both[:, :1])[0, 1].item()}
+            # in fp64, sums of fp32 are exact: numbers that are all the same have no correlation, NaN, not rounding's
+            return {"pearson": torch.corrcoef(torch.cat([*labels.values()], 1).T.double())[0, 1].item()}
         if self.problem == "multi_label_classification":
             return load_metric("SetAccuracy").compute(**labels, f1_micro="micro", f1_macro="macro")
         average = "binary" if len(self._labels) == 2 else "macro"
