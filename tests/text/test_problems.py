@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import pearsonr
+from scipy.stats import pearsonr  # type: ignore[import-untyped]
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional as F

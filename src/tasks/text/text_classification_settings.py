@@ -50,5 +50,5 @@ class TextClassificationSettings(TextSettings):
         shares = weights.values() if isinstance(weights, dict) else [weights in (None, "balanced")]
         if not all(isinstance(share, int | float) and 0 < share < float("inf") for share in shares):
             yield f"task.class_weights={weights}: must be balanced, or weights above 0, such as {{spam: 4, ham: 1}}"
-        if self.class_weights and self.problem == "regression":
+        if weights and self.problem == "regression":
             yield "task.class_weights: a regression has no labels to weigh"
