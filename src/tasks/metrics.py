@@ -4,12 +4,13 @@ To add one, subclass `evaluate.Metric`: `_info` names the inputs and their types
 Your task's `metrics` gets it by name from `load_metric`, as importing this file takes seconds.
 """
 
+from functools import partial
 from typing import Any
 
 import datasets
 import evaluate
 import numpy as np
-from sklearn.metrics import f1_score, matthews_corrcoef
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from src.tasks.base import Metrics
 
@@ -24,25 +25,29 @@ class _Numbers(datasets.Features):
 class _LabelMetric(evaluate.Metric):
     """Compares predicted labels with references, both int64 of shape (examples,)."""
 
+    kind: Any = datasets.Value("int64")
+
     def _info(self) -> evaluate.MetricInfo:
-        features = _Numbers({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
+        features = _Numbers({"predictions": self.kind, "references": self.kind})
         return evaluate.MetricInfo(description=self.__doc__, citation="", features=features)
 
 
 class Accuracy(_LabelMetric):
-    """Computes the fraction of predictions that equal their reference."""
+    """Computes the fraction of predictions that equal their reference; and F1, the harmonic mean of precision and
+    recall, for each of sklearn's averages that is asked for, as in `f1="macro"`."""
 
-    def _compute(self, predictions: list[int], references: list[int]) -> Metrics:
-        return {"accuracy": float(np.mean(np.equal(predictions, references)))}
+    def _compute(self, predictions: Any, references: Any, **averages: str) -> Metrics:
+        f1 = partial(f1_score, references, predictions, zero_division=0)
+        return {
+            "accuracy": float(accuracy_score(references, predictions)),
+            **{name: float(f1(average=average)) for name, average in averages.items()},
+        }
 
 
-class F1(_LabelMetric):
-    """Computes the harmonic mean of precision and recall: of label 1 if there are two `labels`, else the mean over
-    them."""
+class SetAccuracy(Accuracy):
+    """Computes the same for sets of labels: 0 or 1 for each label, int64, of shape (examples, labels)."""
 
-    def _compute(self, predictions: list[int], references: list[int], labels: int) -> Metrics:
-        average = "binary" if labels == 2 else "macro"
-        return {"f1": float(f1_score(references, predictions, average=average, zero_division=0))}
+    kind = datasets.List(_LabelMetric.kind)
 
 
 class Matthews(_LabelMetric):

@@ -66,10 +66,12 @@ def label_tables(outputs: Tensors, labels: list[str], show: Callable[[int], dict
     return {"mistakes": mistakes, "confusion": confusion, "classes": classes}
 
 
-def label_columns(outputs: Tensors, labels: list[str]) -> Columns:
-    """Return the columns of a classifier's predictions. Arguments are as for `label_tables`."""
+def label_columns(outputs: Tensors, labels: list[str], named: Callable[[Any], Any] | None = None) -> Columns:
+    """Return the columns of a classifier's predictions. Arguments are as for `label_tables`; if labels are not indices,
+    `named` returns what stands for one, and there may be no probabilities."""
     names = {"label": "references", "prediction": "predictions"}
-    columns = {column: [labels[i] for i in outputs[name].tolist()] for column, name in names.items()}
-    for label, probabilities in zip(labels, outputs["probabilities"].T.tolist(), strict=True):
-        columns[f"probability_{label}"] = probabilities
+    columns = {column: [*map(named or labels.__getitem__, outputs[name].tolist())] for column, name in names.items()}
+    if "probabilities" in outputs:
+        for label, probabilities in zip(labels, outputs["probabilities"].T.tolist(), strict=True):
+            columns[f"probability_{label}"] = probabilities
     return columns

@@ -28,8 +28,8 @@ from src.distributed.process import exit_codes
 from src.tasks.base import Task
 from src.training.evaluation import evaluate_on_one_process, metrics_of
 
-OF_DATA = re.compile(r"task\.(?!(model|revision|dropout|lora|architecture|tokenizer|eval_datasets)\b)")
-"""Matches the settings of a task that choose what this program evaluates on, and none that would change the model."""
+NOT_DATA = "model|revision|dropout|lora|architecture|tokenizer|eval_datasets|problem|class_weights"
+"""Settings of tasks, and groups of settings, that would change the model or add evaluations."""
 
 
 def main(argv: list[str]) -> None:
@@ -64,7 +64,7 @@ def _with_settings(config: Config[Task], arguments: list[str]) -> Config[Task]:
     mistakes: list[str] = []
     values, written = read_arguments(arguments, mistakes)
     for name, how in written.items():
-        if not OF_DATA.match(name):
+        if not re.match(rf"task\.(?!({NOT_DATA})\b)", name):
             mistakes.append(f"{how}: only settings of the task that choose the data can be changed here")
     saved = dict(flatten({"task": config.task.model_dump(mode="json", exclude={"eval_datasets"})}))
     if "task.dataset" in values and "task.eval_from" in saved:

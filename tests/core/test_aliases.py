@@ -152,6 +152,9 @@ DDP = "--config_file accelerate_configs/ddp.yaml"
         ("--fsdp full_shard --bf16 False --dtype bfloat16 --seed=1", "fsdp bf16", "--seed=1"),
         ("--bf16 False --fp16 True --seed=1", f"{DDP} fp16", "--seed=1"),
         ("--use_cpu --bf16 --seed=1", "cpu bf16", "--seed=1"),
+        pytest.param("--do_regression --dataset_name d --label_column_name score --task.name=text_classification", "",
+                     "--task.name=text_classification --task.label_column=score --task.problem=regression "
+                     "--task.dataset=d", marks=needs_text),
         pytest.param("--task_name mrpc --model_name_or_path m", "",
                      "--task.name=text_classification --task.dataset=nyu-mll/glue --task.dataset_config=mrpc "
                      "--task.text_column=sentence1 --task.text_pair_column=sentence2 --task.model=m", marks=needs_text),

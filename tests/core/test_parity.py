@@ -54,6 +54,9 @@ lm in 4 bits              -    fast -     -    -      -            -            
 classifier                -    slow -     fast -      -            -            -
 classifier with adapters  -    -    -     slow -      -            -            -
 classifier with a decoder -    -    -     fast -      -            -            -
+classifier, weighed       -    slow -     -    -      -            -            -
+several labels            -    -    -     fast -      -            -            -
+numbers                   -    slow -     slow -      -            -            -
 chat                      -    slow -     slow -      -            -            -
 chat with new tokens      -    -    -     slow -      -            -            -
 pictures                  -    slow -     slow -      -            -            -

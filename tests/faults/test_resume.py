@@ -53,6 +53,7 @@ TABLE += (
     "lm with adapters  -    -    fast -",
     "lm in 4 bits      fast -    -    -",
     "chat              -    -    slow -",
+    "several labels    -    -    fast -",
 )
 TABLE += (
     "pictures          -    -    slow -",

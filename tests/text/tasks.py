@@ -41,6 +41,7 @@ def text(folder: Path) -> None:
     tiny.questions(folder / "questions.jsonl")
     tiny.chats(folder / "chats.jsonl")
     tiny.reviews(folder / "reviews")
+    tiny.rated(folder / "rated.jsonl")
 
 
 def mixture(folder: Path) -> None:
@@ -67,6 +68,9 @@ LM = Short(
 """Packed, with masked prompts and clipping, and of ragged lengths, so that the last batches are ragged too. Under a
 strategy there are micro-batches of two sequences, activations are recomputed, losses computed chunk by chunk."""
 CLASSIFIER = replace(LM, arguments=("--task.name=text_classification", "--task.dataset={folder}/reviews", *EARLY))
+RATED = (*CLASSIFIER.arguments, "--task.dataset={folder}/rated.jsonl", "--task.model={folder}/models/bert")
+SEVERAL = ("--task.problem=multi_label_classification", "--task.label_column=labels", "--task.class_weights=balanced")
+NUMBERS = ("--task.problem=regression", "--task.label_column=score", "--task.model={folder}/models/spread")
 LLAMA, BERT, ADAPTERS = "--task.model={folder}/models/llama", "--task.model={folder}/models/bert", "--task.lora.r=4"
 MERGED = (ADAPTERS, "--task.lora.merge=true")
 NEW_TOKENS = (
@@ -111,6 +115,9 @@ TEXT = {
     "classifier": of(CLASSIFIER, BERT, "--task.eval_datasets.dev={folder}/reviews/dev.tsv"),
     "classifier with adapters": of(CLASSIFIER, BERT, ADAPTERS),
     "classifier with a decoder": of(CLASSIFIER, "--task.model={folder}/models/t5"),
+    "classifier, weighed": of(CLASSIFIER, BERT, "--task.class_weights={falling: 3, rising: 0.5}"),
+    "several labels": replace(LM, arguments=(*RATED, *SEVERAL)),
+    "numbers": replace(LM, arguments=(*RATED, *NUMBERS)),
     "new tokens, tied": Short((*NEW_TOKENS, "--task.model={folder}/models/tied"), text),
     "new tokens, untied": Short((*NEW_TOKENS, "--task.model={folder}/models/untied"), text),
     # a loss in bf16 is rounded to 2**-9

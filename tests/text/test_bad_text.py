@@ -138,7 +138,7 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # labels
     ({"a.csv": "text,label\none\n"}, BERT, "a.csv, line 2: label is empty; 1 of 1 rows *"),
     (TRAIN | {"data/test.jsonl": [{"text": "a"}]}, BERT, "*no column label in the evaluation data; *Kaggle? *"),
-    ({"a.jsonl": ROWS[1::2]}, BERT, "task.label_column=label: all training rows have the same label, odd"),
+    ({"a.jsonl": ROWS[1::2]}, BERT, "task.label_column=label: the training rows have fewer than two labels: odd"),
     ({"bert/config.json": {"problem_type": "regression"}}, BERT, "task.model=bert: its config.json says regression, *"),
     ({"bert/config.json": {"id2label": {0: "EVEN", 1: "PRIME"}}}, BERT,
      "task.label_column=label: odd is in the data (even, odd), but not among these labels: EVEN, PRIME, the *"),

@@ -144,6 +144,8 @@ def test_all_rows_of_other_data_count_and_keep_the_models_labels(
         assert row["prediction"] == max(("falling", "rising"), key=lambda label: row[f"probability_{label}"])
     right = sum(row["prediction"] == "rising" for row in rows)
     assert json.loads(done.stdout)["eval/accuracy"] == pytest.approx(right / len(rising))
+    for setting in ("problem=regression", "class_weights=balanced"):
+        assert "only settings of the task that choose the data" in run(folder, f"--task.{setting}").stderr
     refused = run(folder, f"--task.dataset={Path.cwd()}/unknown.tsv").stderr
     assert "flat is in the data (flat, rising), but not among these labels: falling, rising" in refused
 

@@ -110,6 +110,18 @@ def reviews(folder: Path) -> Path:
     return folder
 
 
+def rated(file: Path) -> None:
+    """Write texts of 1 to 20 words with `labels`, those of four words that are in it, and their mean place, `score`."""
+    draw = random.Random(0)
+    texts = [draw.choices(WORDS, k=draw.randint(1, 20)) for _ in range(147)]
+    scores = [sum(map(WORDS.index, text)) / len(text) for text in texts]
+    named = [[word for word in ("and", "of", "the", "you") if word in text] for text in texts]
+    made = zip(map(" ".join, texts), named, scores, strict=True)
+    file.write_bytes(
+        content(file.name, [{"text": text, "labels": words, "score": score} for text, words, score in made])
+    )
+
+
 def chat(*contents: str) -> list[dict[str, Any]]:
     """Return a chat of these contents, in turns the user's and the assistant's."""
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
