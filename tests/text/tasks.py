@@ -101,7 +101,7 @@ TEXT = {
     "lm": of(LM, LLAMA),
     "lm with dropout": of(LM, LLAMA, "--task.dropout=0.1", "--task.sequence_length=64", "--log_every=3"),
     "scratch": of(LM, *tiny.NEW_LLAMA),
-    "experts": of(LM, *tiny.NEW_LLAMA, *MIXTRAL),
+    "experts": replace(of(LM, *tiny.NEW_LLAMA, *MIXTRAL), split=(*LM.split, "--activation_offload=true")),
     "lm with adapters": of(LM, LLAMA, *MERGED),
     "classifier": of(CLASSIFIER, BERT),
     "classifier with adapters": of(CLASSIFIER, BERT, ADAPTERS),
