@@ -67,7 +67,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """Return the yaml's name and, if GPUs share sequences, how many; and the last setting that the plan has switched on."""
+        """Return the yaml's name and, if GPUs share sequences, how many; and what the plan has switched on."""
         shared_by = str(self.cp_size) if self.cp_size > 1 else ""
         return f"{Path(self.yaml).stem}{shared_by}{' +' * bool(self.added)}{self.added}"
 
