@@ -3,14 +3,12 @@
 import math
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from src.config.config import Config
-from src.distributed.accelerator import FIRST_MINUTES
 from src.distributed.process import SIGNALS
 
 Sums = dict[str, float]
@@ -33,8 +31,8 @@ class StopSignal:
         """Of its sums; None: the default one."""
         # on a CPU that is gloo's already: each group has a thread that wakes up every 10 ms, also if it has no work
         if accelerator.device.type != "cpu" and not self._is_alone:
-            timeout = timedelta(minutes=max(config.timeout_minutes, FIRST_MINUTES))
-            self.group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+            # waits for 30 minutes, until `fit` sets what holds after the first step
+            self.group = torch.distributed.new_group(backend="gloo")
         self._request = self.begin_sum({})
 
     @property
