@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,9 @@ def test_a_process_that_hangs_ends_the_run_by_timeout_minutes(tmp_path: Path, ya
     with Started(yaml, *TINY, "--timeout_minutes=0.05", folder=tmp_path / "run", before=before, **fault) as started:
         hung = started.wait_for("step      6/").ended(seconds=25)
     assert hung.exit_code != 0
-    assert hung.messages == ["train.py: process 0 timed out (timeout_minutes) waiting for another process"]
+    says = re.compile(r"train\.py: process [023] timed out \(timeout_minutes\) waiting for another process")
+    assert hung.messages  # of some of those that waited
+    assert all(map(says.fullmatch, hung.messages))
     assert checkpoints(hung.folder) == [4]
 
 
