@@ -40,7 +40,7 @@ def checkpoint_and_compile(model: nn.Module, config: Config, accelerator: Accele
         # Activations are recomputed in the backward pass rather than kept in memory. torch's `checkpoint` restores the
         # random state first, so that dropout drops the same units; fsdp_activation_checkpointing does not, and gives
         # wrong gradients.
-        recompute = _offloaded if config.activation_offload else partial(checkpoint, use_reentrant=False)
+        recompute: Any = _offloaded if config.activation_offload else partial(checkpoint, use_reentrant=False)
         for block in blocks:
             block.forward = partial(recompute, block.forward)
     if config.compile:
