@@ -8,6 +8,7 @@ train_step.
 
 import gc
 import sys
+from datetime import timedelta
 
 from src.start import begin, run_settings
 
@@ -22,7 +23,7 @@ from src.checkpoint.export import export_model, load_best
 from src.checkpoint.resume import find_checkpoint, load_checkpoint, origin_of
 from src.checkpoint.write import CheckpointWriter
 from src.config.config import Config
-from src.distributed.accelerator import build_accelerator, shut_down
+from src.distributed.accelerator import build_accelerator, set_timeout, shut_down
 from src.distributed.process import collect_only_new_objects, exit_codes, num_machines
 from src.distributed.stop import StopSignal
 from src.parts import AROUND_STEPS, AT_END, AT_START, MODES, PARTS, open_store
@@ -109,7 +110,7 @@ def fit(run: Run) -> bool:
         take_step: TrainStep = train_step
         for wrap in AROUND_STEPS:
             fetched, take_step = wrap(run, fetched, take_step)
-        is_stopping = False
+        is_stopping, first = False, progress.step + 1
         progress.start_clock()
         run.model.train()
         while True:
@@ -138,6 +139,9 @@ def fit(run: Run) -> bool:
             # -------------------------------------------------------------------------------- one optimizer step
             micro_batches, counts = next(fetched)
             result = take_step(run, micro_batches, counts)
+            if progress.step == first:  # all have loaded and compiled: from now on, one that takes long hangs
+                run.accelerator.wait_for_everyone()
+                set_timeout(run.accelerator, timedelta(minutes=config.timeout_minutes), stop.group)
             is_stopping = steps.is_stop_requested()
             progress.add_step(result)
             tracker.advance()

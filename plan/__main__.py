@@ -11,7 +11,7 @@ from pathlib import Path
 from plan import null_gpu
 from plan.gpus import find_gpu
 from plan.measure import environment_for, has_config_alone
-from plan.search import CP_YAML, YAMLS, explore, setups
+from plan.search import CP_YAML, YAMLS, explore_until_it_fits, setups
 from plan.show import GB, recommendation, table, write
 from src.config.config import load_config
 from src.config.errors import UserError
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
         say(f"{config.task.model} has no tokenizer: the plan takes each byte for a token")
     say(f"{gpu.name}: {gpu.capacity / GB:.1f} GB for torch (simulated: plan/README.md)")
     # one after the other, as the host's time is measured too
-    rows = [explore(setup) for setup in bar("setups tried", iterable=todo)]
+    rows = [row for setup in bar("setups tried", iterable=todo) for row in explore_until_it_fits(setup, config)]
     if not any(row.measured for row in rows):
         raise UserError(*dict.fromkeys(row.reason for row in rows))
     say(*f"{table(rows, config)}\n\n{recommendation(rows, config)}".split("\n"))

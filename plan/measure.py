@@ -62,11 +62,14 @@ class Setup:
     gpu: Gpu
     cp_size: int = 1
     """GPUs that share each sequence."""
+    added: str = ""
+    """The last setting among the arguments that the plan has switched on, as the run doesn't fit without."""
 
     @property
     def name(self) -> str:
-        """Return the yaml's name and, if GPUs share sequences, how many."""
-        return Path(self.yaml).stem + (str(self.cp_size) if self.cp_size > 1 else "")
+        """Return the yaml's name and, if GPUs share sequences, how many; and what the plan has switched on."""
+        shared_by = str(self.cp_size) if self.cp_size > 1 else ""
+        return f"{Path(self.yaml).stem}{shared_by}{' +' * bool(self.added)}{self.added}"
 
 
 @dataclass(kw_only=True)

@@ -12,12 +12,15 @@ import torch
 
 from plan.gpus import Gpu
 from plan.measure import Measured, Setup, measure
+from src.config.config import Config
 from src.config.errors import UserError, cause
 
 YAMLS = ("single_gpu", "ddp", "fsdp_grad_op", "fsdp", "hsdp", "fsdp_offload")
 """The strategies that are tried by default."""
 CP_YAML = "fsdp_cp"
 """The strategy for sequences that are too long for one GPU: tried only if --yamls names it."""
+SAVE_MEMORY = ("activation_checkpointing", "activation_offload")
+"""Settings that are tried where a run does not fit, one after the other: each comes on top of the one before it."""
 FORK: Any = multiprocessing.get_context("fork")
 """A forked process starts with all modules imported."""
 
@@ -49,6 +52,20 @@ def setups(arguments: list[str], yamls: list[str], sizes: list[int], gpu: Gpu) -
                 yield from (replace(setup, cp_size=2**i) for i in range(1, 8) if shareable % 2**i == 0)
             elif possible.get(yaml, gpus > 1):
                 yield setup
+
+
+def explore_until_it_fits(setup: Setup, config: Config) -> Iterator[Row]:
+    """Yield the outcome of a setup and, as long as it doesn't fit, of the same with one more setting of SAVE_MEMORY.
+    `config`: the run's settings."""
+    yield (row := explore(setup))
+    for name in SAVE_MEMORY:
+        if getattr(config, name, True):  # on already, or not in this copy of the project
+            continue
+        if row.is_fitting or not row.measured:
+            return
+        row = explore(replace(row.setup, arguments=(*row.setup.arguments, f"--{name}=true"), added=name))
+        if row.measured:  # not every model has blocks to recompute
+            yield row
 
 
 def explore(setup: Setup) -> Row:

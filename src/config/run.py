@@ -50,7 +50,8 @@ class RunSettings(Settings):
     max_bad_steps: ResumeSafe[PositiveInt] = 10
     """Fail after this many consecutive non-finite steps."""
     timeout_minutes: ResumeSafe[PositiveFloat] = 30.0
-    """Collective timeout, in minutes. The run fails if a process hangs for longer."""
+    """Collective timeout, in minutes: the run fails if a process hangs for longer. Until the first step is done, it is
+    at least 30, for loading and compiling."""
     dry_run: ResumeSafe[bool] = False
     """Do everything up to the first step, write nothing, and print what the run would do; `--dry-run` is enough."""
     task: TaskSettings

@@ -52,6 +52,8 @@ TUNERS: dict[str, Callable[[nn.Module, bool], list[str]]] = {
     "cpu": tune_for_cpu,
 }
 """By device type, a function that speeds up a model before it is wrapped or sharded."""
+FIRST_MINUTES = 30.0
+"""How long processes wait for each other at least, until the first step is done: loading and compiling take time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)
     if precision != "fp8":
         os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # else Accelerate would still convert the model
-    timeout = timedelta(minutes=config.timeout_minutes)
+    timeout = timedelta(minutes=max(config.timeout_minutes, FIRST_MINUTES))
     comm_hook = config.ddp_comm_hook if asked.world_size > 1 else None
     handlers = [
         GradScalerKwargs(enabled=False),  # Progress.update_loss_scale replaces it
@@ -115,9 +117,7 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
     if precision == "fp16" and on_cpu:  # else Accelerate trains in fp32 but reports fp16
         accelerator.native_amp = True
     refuse_another_strategy(accelerator, asked)
-    if mesh := accelerator.torch_device_mesh:  # its groups have the default timeout
-        for group in (*mesh.get_all_groups(), mesh["dp_shard_cp"].get_group()):
-            group.set_timeout(timeout)
+    set_timeout(accelerator, timeout)  # the groups of a mesh have torch's default
 
     config_file = launcher.config_file if launcher else None
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
@@ -137,6 +137,14 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
         comm_hook=comm_hook,
         note=note,
     )
+
+
+def set_timeout(accelerator: Accelerator, timeout: timedelta, *more: Any) -> None:
+    """Set how long collectives wait for a process, in the accelerator's groups and in `more`."""
+    mesh = accelerator.torch_device_mesh
+    own = (*mesh.get_all_groups(), mesh["dp_shard_cp"].get_group()) if mesh else ()
+    for group in filter(None, (torch.distributed.group.WORLD, *own, *more)):
+        group.set_timeout(timeout)
 
 
 def choose_precision(launcher: ParentLauncher | None, asked: str, is_cpu_fallback: bool) -> tuple[str, str | None]:

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,11 +27,12 @@ class StopSignal:
         self._max_hours = config.max_hours
         self._deadline = SIGNALS.since + (config.max_hours or math.inf) * 3600
         self._is_alone = accelerator.num_processes == 1
-        self._group: Any = None  # the default one
+        self.group: Any = None
+        """Of its sums; None: the default one."""
         # on a CPU that is gloo's already: each group has a thread that wakes up every 10 ms, also if it has no work
         if accelerator.device.type != "cpu" and not self._is_alone:
-            timeout = timedelta(minutes=config.timeout_minutes)
-            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+            # waits for 30 minutes, until `fit` sets what holds after the first step
+            self.group = torch.distributed.new_group(backend="gloo")
         self._request = self.begin_sum({})
 
     @property
@@ -44,7 +44,7 @@ class StopSignal:
         """Begin to sum the values, whose names are the same on all processes. Return a function that waits for the
         sums, and for whether any process was asked to stop before this call. Collective."""
         numbers = torch.tensor([*values.values(), float(self.reason is not None)], dtype=torch.float64)
-        work = None if self._is_alone else torch.distributed.all_reduce(numbers, group=self._group, async_op=True)
+        work = None if self._is_alone else torch.distributed.all_reduce(numbers, group=self.group, async_op=True)
 
         def wait() -> tuple[Sums, bool]:
             if work:

@@ -1,6 +1,7 @@
 """Measure how fast a run trains: the metrics perf/… and profiles of chosen steps. See docs/performance.md."""
 
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from accelerate.utils import gather_object
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from src.config.settings import read_yaml
-from src.distributed.accelerator import peak_memory
+from src.distributed.accelerator import peak_memory, sharded_units
 from src.tasks.base import Counts
 from src.training.batches import Fetched, MicroBatch, TrainStep
 from src.training.progress import StepResult
@@ -21,6 +22,8 @@ PEAKS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml").read_
 """Peak dense TFLOPS in half precision by words of a device's name: the first match counts."""
 PARTIAL = {"MIG", "Laptop", "D"}
 """Words in the names of devices that are slower than the table says."""
+FEWEST = 10
+"""Steps of an interval that is long enough to judge by."""
 
 
 def peak_flops(name: str, precision: str) -> float | None:
@@ -33,88 +36,97 @@ def peak_flops(name: str, precision: str) -> float | None:
 
 
 def measure(run: Run, steps: Fetched, take_step: TrainStep) -> tuple[Fetched, TrainStep]:
-    """Return the steps, and what takes them, with measurements around both."""
-    performance = Performance(run)
+    """Return the steps, and what takes them, with measurements around both. On a GPU they are events in its stream: the
+    host waits for the device at the end of an interval alone."""
+    profiler, model = start_profiler(run), run.accelerator.unwrap_model(run.model)
+    name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
+    peak = peak_flops(name, run.launch.precision)
+    times: list[Any] = []  # of this step: its beginning, the arrival of its data, forward passes from ... to, its end
+    interval: list[Any] = []  # of each step: these times, FLOPs
+    named: list[int] = []
+
+    def note(*_: Any) -> None:
+        if torch.is_grad_enabled():  # not in an evaluation
+            times.append(now(run.device))
 
     def fetch() -> Fetched:
         while True:
-            performance.begin_step()
+            times.clear()
+            note()
             step = next(steps)
-            performance.begin_computing()
+            note()
             yield step
 
     def take(run: Run, micro_batches: list[MicroBatch], counts: Counts) -> StepResult:
         result = take_step(run, micro_batches, counts)
-        performance.end_step(micro_batches)
-        return result._replace(measured=performance.interval_metrics()) if run.is_logged() else result
+        note()
+        if profiler:
+            profiler.step()
+        flops = sum(batch.weight * run.task.flops(model, batch.data) for batch in micro_batches if peak)
+        interval.append(([*times], flops))
+        return result._replace(measured=interval_metrics(run, interval, peak, named)) if run.is_logged() else result
 
+    if run.world_size > 1:
+        # All take as long as the slowest, for which they wait in collectives. Within these modules there are none: FSDP
+        # gathers their weights in a hook of its own, before `note`.
+        for unit in sharded_units(run.model)[1:] or [model]:
+            unit.register_forward_pre_hook(note)
+            unit.register_forward_hook(note, prepend=True)
     return fetch(), take
 
 
-class Performance:
-    """Measures the steps of a run. On a GPU it records events: the host waits for
-    the device in `interval_metrics` alone."""
+def interval_metrics(run: Run, interval: list[Any], peak: float | None, named: list[int]) -> dict[str, float]:
+    """Return the metrics of an interval's steps, and clear it. On several processes, say which one the others wait for,
+    once: `named` has those of whom it was said. Collective; wait for the device."""
+    if run.device.type != "cpu":
+        now(run.device).synchronize()
+    found = []
+    for times, flops in interval:
+        gaps = [*map(seconds, times, times[1:])]  # the first, and every other one from there: of the process itself
+        found.append((gaps[0], sum(gaps[1:]), flops, sum(gaps[::2])))
+    interval.clear()
+    # of its own time the median, so that no single step counts, such as the one that compiles
+    *means, own = np.transpose(gather_object([(*np.mean(found, 0)[:3], np.median(found, 0)[3])]))
+    data, compute, flops = np.mean(means, 1).tolist()
+    slowest, mean = int(own.argmax()), own.mean()
+    metrics = {
+        "perf/data_seconds": data,
+        "perf/compute_seconds": compute,
+        "perf/step_seconds": data + compute,
+        "perf/own_seconds": mean,
+        "perf/own_seconds_max": own.max(),
+    }
+    if len(found) >= FEWEST and own.max() - mean > max(0.1 * mean, 0.02 * (data + compute)):
+        metrics["perf/slowest_rank"] = slowest
+        if slowest not in named and run.device.type != "cpu":  # where processes compete for the cores
+            named.append(slowest)
+            host = gather_object([socket.gethostname()])[slowest]
+            its = f"{own.max():.3f} s a step for its data and forward passes, {own.max() / mean - 1:.0%} longer"
+            run.tell(f"WARNING: process {slowest} on {host} takes {its} than the mean of all, who wait for it")
+    if peak and flops:
+        metrics["perf/mfu"] = flops / (data + compute) / peak
+    return metrics | {"perf/peak_memory_bytes": max(peak_memory(run.accelerator))}
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._profiler = run, start_profiler(run)
-        self._model = run.accelerator.unwrap_model(run.model)
-        self._has_events = run.device.type != "cpu"
-        name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
-        self._peak = peak_flops(name, run.launch.precision)
-        self._steps: list[tuple[Any, ...]] = []  # of this interval: begin, data's arrival, end, FLOPs
 
-    def begin_step(self) -> None:
-        """Mark the start of a step, which waits for its data first."""
-        self._began = self._now()
+def now(device: torch.device) -> Any:
+    """Return the time in seconds, or an event at the end of the device's current work."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
 
-    def begin_computing(self) -> None:
-        """Mark the arrival of the step's data."""
-        self._fetched = self._now()
 
-    def end_step(self, micro_batches: list[MicroBatch]) -> None:
-        """Mark the end of the step, on a GPU in its stream, and count the FLOPs of its micro-batches."""
-        end = self._now()
-        if self._profiler:
-            self._profiler.step()
-        count = self._run.task.flops
-        flops = sum(batch.weight * count(self._model, batch.data) for batch in micro_batches if self._peak)
-        self._steps.append((self._began, self._fetched, end, flops))
-
-    def interval_metrics(self) -> dict[str, float]:
-        """Return the metrics of the steps since the last call. Collective; wait for the device."""
-        if self._has_events:
-            self._now().synchronize()
-        # per step: seconds for data, seconds of computing, FLOPs
-        own = [
-            (self._seconds(begin, fetched), self._seconds(fetched, end), f) for begin, fetched, end, f in self._steps
-        ]
-        self._steps = []
-        data, compute, flops = np.mean(gather_object([np.mean(own, 0)]), 0).tolist()
-        metrics = {"perf/data_seconds": data, "perf/compute_seconds": compute}
-        if self._peak and flops:
-            metrics["perf/mfu"] = flops / (data + compute) / self._peak
-        return metrics | {"perf/peak_memory_bytes": max(peak_memory(self._run.accelerator))}
-
-    def _now(self) -> Any:
-        """Return the time in seconds, or an event at the end of the device's current work."""
-        if not self._has_events:
-            return time.perf_counter()
-        event = torch.Event(self._run.device, enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) / 1e3 if self._has_events else end - begin
+def seconds(begin: Any, end: Any) -> float:
+    """Return the seconds between two results of `now`."""
+    return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
 
 
 def start_profiler(run: Run) -> profile | None:
     """Return PyTorch's profiler, which writes profiles of the steps in `profile_steps` into the run's folder; None if
     there are no such steps ahead."""
-    steps, total = run.config.profile_steps, run.total_steps
-    if steps is None:
-        return None
-    first, last = map(int, steps.split(":"))
-    before, active = first - 1 - run.progress.step, min(last, total) - first + 1
+    first, last = map(int, (run.config.profile_steps or "0:0").split(":"))
+    before, active = first - 1 - run.progress.step, min(last, run.total_steps) - first + 1
     if before < 0:
         return None
     warmup = min(before, 1)

@@ -40,8 +40,9 @@ def checkpoint_and_compile(model: nn.Module, config: Config, accelerator: Accele
         # Activations are recomputed in the backward pass rather than kept in memory. torch's `checkpoint` restores the
         # random state first, so that dropout drops the same units; fsdp_activation_checkpointing does not, and gives
         # wrong gradients.
+        recompute: Any = _offloaded if config.activation_offload else partial(checkpoint, use_reentrant=False)
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(recompute, block.forward)
     if config.compile:
         blocks = [block for block in blocks if any(block.children())]
         # Blocks are compiled once, however many there are; without any, the whole model is. Single layers have nothing
@@ -65,3 +66,11 @@ def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any
     of one, and would compile everything again."""
     rows = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     return (plain if rows == 1 else compiled)(*args, **kwargs)
+
+
+def _offloaded(forward: Any, hidden: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a block, to be recomputed in the backward pass from its first argument, which waits for that in the host's
+    memory: on an NVIDIA GPU it is pinned, so that the host waits for no copy. Other arguments, such as masks, are the
+    same for all blocks, and stay where they are."""
+    with torch.autograd.graph.save_on_cpu(hidden.is_cuda):
+        return checkpoint(lambda first: forward(first, *args, **kwargs), hidden, use_reentrant=False)

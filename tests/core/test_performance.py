@@ -1,14 +1,17 @@
 """The metrics perf/… and profiles of chosen steps: they are right, no step waits for them, and no loss changes."""
 
 import json
+import re
 from collections import Counter
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 from src.tracking import performance
-from src.tracking.performance import Performance, peak_flops
+from src.tracking.performance import interval_metrics, measure, peak_flops
+from src.training.progress import StepResult
 from tests.launching import QUIET, Launch, Whole, mistakes
 from train import run_settings
 
@@ -47,17 +50,75 @@ def test_the_metrics_of_an_interval_are_those_of_its_steps(monkeypatch: pytest.M
     run = Mock(total_steps=9, device=torch.device("cuda"), rank=0, world_size=1)
     run.config.profile_steps, run.progress.step, run.launch.precision = None, 0, "bf16"
     run.task.flops = lambda model, data: data * 1e12
-    measured = Performance(run)
-    for _ in range(2):
-        for _ in range(3):
-            measured.begin_step()
-            Event.clock += 1
-            measured.begin_computing()
-            Event.clock += 3
-            measured.end_step([Mock(weight=weight, data=989) for weight in (1.0, 0.0)])
-            Event.clock += 10
-        found = {name.removeprefix("perf/"): value for name, value in measured.interval_metrics().items()}
-        assert found == {"data_seconds": 1.0, "compute_seconds": 3.0, "mfu": 0.25, "peak_memory_bytes": 7}
+
+    def passing(seconds: float, value: object) -> Any:
+        Event.clock += seconds
+        return value
+
+    steps = (passing(1, [Mock(weight=weight, data=989) for weight in (1.0, 0.0)]) for _ in range(6))
+    fetched, take = measure(run, steps, lambda *_: passing(3, StepResult({}, 0.0, [], torch.zeros(()))))
+    for step in range(1, 7):
+        run.is_logged = lambda step=step: step % 3 == 0
+        result = take(run, next(fetched), {})
+        Event.clock += 10
+        found = {name.removeprefix("perf/"): value for name, value in result.measured.items()}
+        expected = {
+            "data_seconds": 1.0, "compute_seconds": 3.0, "step_seconds": 4.0, "own_seconds": 1.0,
+            "own_seconds_max": 1.0, "mfu": 0.25, "peak_memory_bytes": 7,
+        }  # fmt: skip
+        assert found == (expected if step % 3 == 0 else {})
+
+
+def test_a_process_that_the_others_wait_for_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the medians of an interval of ten steps or more, of a second each, of which it has 0.2 for itself."""
+    monkeypatch.setattr(performance, "peak_memory", lambda _: [0])
+    monkeypatch.setattr(performance, "now", lambda _: Mock())
+    run, told = Mock(device=torch.device("cuda")), []
+    run.tell = told.append
+
+    def slowest(
+        others: list[float], own: float = 0.2, steps: int = 10, spike: float = 0.0, named: Any = None
+    ) -> int | None:
+        def gathered(given: list[Any]) -> list[Any]:
+            each = given * (len(others) + 1)
+            return each if isinstance(given[0], str) else [given[0], *((0.1, 0.9, 0.0, other) for other in others)]
+
+        monkeypatch.setattr(performance, "gather_object", gathered)
+        interval = [([0.0, own / 2, 0.3, 0.3 + own / 2 + spike * (step == 0), 1.0], 0.0) for step in range(steps)]
+        metrics = interval_metrics(run, interval, None, [] if named is None else named)
+        assert not interval
+        assert metrics["perf/own_seconds_max"] == pytest.approx(max(own, *others))
+        return metrics.get("perf/slowest_rank")
+
+    assert slowest([0.2, 0.23, 0.2]) == 2  # by 11% of the mean
+    assert slowest([0.2, 0.226, 0.2]) is None
+    assert slowest([0.05], own=0.07) is None  # by 17%, which is 1% of a step
+    assert slowest([0.2, 0.23, 0.2], steps=9) is None
+    assert slowest([0.2, 0.2], spike=0.4) is None  # one step is not the rule
+    assert slowest([0.17]) is None  # this one, but by less than a tenth of the mean
+    assert slowest([0.15]) == 0
+    told.clear()
+    named: list[int] = []
+    for others, lines in (([0.3], 1), ([0.3], 1), ([0.1], 2), ([0.3], 2)):
+        slowest(others, named=named)
+        assert len(told) == lines
+    says = r"WARNING: process 1 on \S+ takes 0.300 s a step for its data and forward passes, 20% longer than the mean "
+    assert re.match(says, told[0])
+
+
+@pytest.mark.parametrize("yaml", ["ddp", "fsdp"])
+@pytest.mark.parametrize("where", ["torch.nn.Linear.forward", "src.tasks.mnist.Mnist.collate"])
+def test_a_process_that_is_slow_by_itself_is_the_slowest(launch: Launch, yaml: str, where: str) -> None:
+    """In its forward passes, or in loading. It takes 0.2 s longer than its own and the other's work, at least."""
+    module, owner, name = where.rsplit(".", 2)
+    sleep = (
+        f"import os, time, {module}\nowner = {module}.{owner}\noriginal = owner.{name}\n"
+        f"if os.environ['RANK'] == '1':\n    owner.{name} = lambda *a: (time.sleep(0.2), original(*a))[1]\n"
+    )
+    run = launch(yaml, "--max_steps=10", "--log_every=10", "--eval_every=10", before=sleep).succeeded()
+    record = run.records[0]
+    assert record["perf/slowest_rank"] == 1
+    assert 0.2 < record["perf/own_seconds_max"] < record["perf/step_seconds"] * 1.5
 
 
 STEPS = ("--max_steps=3", "--log_every=1", "--eval_every=3")

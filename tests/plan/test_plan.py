@@ -20,7 +20,7 @@ from plan.estimate import seconds_of
 from plan.gpus import Gpu, find_gpu
 from plan.measure import Measured, Setup, highest
 from plan.null_gpu import null_environment
-from plan.search import Row, explore, setups
+from plan.search import Row, explore, explore_until_it_fits, setups
 from plan.show import recommendation, table
 from src.config.config import load_config
 from src.config.errors import UserError, raise_if_any
@@ -257,6 +257,47 @@ def test_the_cheapest_that_fits_is_recommended() -> None:
     )
     assert recommendation(rows, config).startswith("cheapest that fits: 1.0 h, $31.92, 26.3 GB to spare\n")
     assert recommendation(rows[1:], config).startswith("nothing fits: try --activation_checkpointing=true")
+
+
+@needs("src/config/transforms.py")
+def test_settings_that_save_memory_are_tried_until_the_run_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not those that are on, nor on a model that has no blocks."""
+    fitting: list[str] = []
+
+    def outcome(tried: Setup, _: float) -> Measured:
+        if not {*tried.arguments} <= {*fitting, "--activation_checkpointing=true", *DIGITS}:
+            raise UserError("it has no blocks")
+        return replace(MEASURED, largest=int(tried.arguments[-1] in fitting))
+
+    monkeypatch.setattr(search, "measure", outcome)
+    recomputed, offloaded = ("--activation_checkpointing=true", "--activation_offload=true")
+    for given, fits, names in (
+        ([], DIGITS[-1], ["fsdp"]),
+        ([], recomputed, ["fsdp", "fsdp +activation_checkpointing"]),
+        ([], offloaded, ["fsdp", "fsdp +activation_checkpointing", "fsdp +activation_offload"]),
+        ([recomputed], offloaded, ["fsdp", "fsdp +activation_offload"]),
+        ([], "", ["fsdp", "fsdp +activation_checkpointing"]),
+    ):
+        fitting[:] = [fits]
+        arguments = [*DIGITS, *given]
+        config = load_config(["--compile=false", *arguments], TASKS)
+        rows = [*explore_until_it_fits(setup("fsdp", 8, arguments), config)]
+        assert [row.setup.name for row in rows] == names
+        if fits:
+            assert recommendation(rows, config).endswith(" ".join(rows[-1].setup.arguments))
+
+
+@pytest.mark.slow
+@needs_text
+@needs("src/config/transforms.py")
+@needs_null_gpu
+def test_offloaded_activations_take_and_copy_what_is_counted_by_hand(text: str) -> None:
+    """Eight inputs of blocks, 2,048 tokens of 256 values in bf16: on the GPU there is one at most, not eight."""
+    arguments = (*llama(text, length=512, batch=8, num_hidden_layers=8), "--activation_checkpointing=true")
+    kept, moved = measured(*(setup("fsdp", 2, [*arguments, f"--activation_offload={on}"]) for on in ("false", "true")))
+    (before, after), each = [row["measured"] for row in (kept, moved)], 2048 * 256 * 2
+    assert after["work"]["copied"] - before["work"].get("copied", 0) == 2 * 8 * each
+    assert 6 * each <= before["memory"]["step"][0] - after["memory"]["step"][0] <= 8 * each
 
 
 def test_what_cannot_be_measured_is_a_line_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

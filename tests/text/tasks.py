@@ -110,7 +110,7 @@ TEXT = {
         LM, LLAMA, "--task.dropout=0.1", "--task.sequence_length=64", "--log_every=3", "--task.samples=null"
     ),
     "scratch": of(LM, *tiny.NEW_LLAMA),
-    "experts": of(LM, *tiny.NEW_LLAMA, *MIXTRAL),
+    "experts": replace(of(LM, *tiny.NEW_LLAMA, *MIXTRAL), split=(*LM.split, "--activation_offload=true")),
     "lm with adapters": of(LM, LLAMA, *MERGED),
     "classifier": of(CLASSIFIER, BERT, "--task.eval_datasets.dev={folder}/reviews/dev.tsv"),
     "classifier with adapters": of(CLASSIFIER, BERT, ADAPTERS),

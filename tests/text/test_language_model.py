@@ -2,6 +2,7 @@
 (whose kernel is a stand-in); the loss is exact, in little memory; and model FLOPs match torch's count."""
 
 import copy
+from functools import partial
 from operator import mul
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,7 +25,7 @@ from src.tasks.text.loss import LanguageModel, linear_cross_entropy
 from src.tasks.text.settings import Lora
 from src.tasks.text.trial import require_decoder, unsupported_reason
 from src.training.transforms import checkpoint_and_compile
-from tests.launching import slow
+from tests.launching import mistakes, slow
 from tests.text import tiny
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -69,7 +71,7 @@ def gradients(model: LanguageModel, inputs: dict[str, Tensor]) -> tuple[Tensor, 
 
 def transformed(model: torch.nn.Module, **settings: bool) -> None:
     """Transform a model in place as train.py does."""
-    off = {"compile": False, "activation_checkpointing": False, "cuda_graphs": False}
+    off = dict.fromkeys(("compile", "activation_checkpointing", "activation_offload", "cuda_graphs"), False)
     config: Any = SimpleNamespace(**(off | settings), forward_batch_size=lambda processes: 1)
     checkpoint_and_compile(model, config, SimpleNamespace(num_processes=1, torch_device_mesh=None))
 
@@ -147,6 +149,36 @@ def test_recomputed_activations_use_the_same_dropout(monkeypatch: pytest.MonkeyP
                 parameter.add_(gradient, alpha=steps * step)
         losses.append(gradients(model, batch())[0].item())
     assert losses[0] - losses[1] == pytest.approx(2 * 0.05, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_only_the_inputs_of_blocks_go_to_the_host(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Once each, and no mask; copies of them make the same gradients, to the bit, with dropout."""
+    moved: list[Tensor] = []
+
+    def to_host(tensor: Tensor) -> Tensor:
+        moved.append(tensor.clone())
+        return moved[-1]
+
+    hooks = partial(saved_tensors_hooks, to_host, Tensor.clone)
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda pin_memory: hooks())
+    found = []
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        model = build(kind, **{"dropout": 0.5} if kind == "gpt2" else {}).train()
+        transformed(model, activation_checkpointing=True, activation_offload=is_offloaded)
+        total, each = gradients(model, batch())
+        found.append([total, *each])
+    for plain, offloaded in zip(*found, strict=True):
+        assert plain.equal(offloaded)
+    assert {tensor.shape for tensor in moved} == {(1, 24, 32)}
+    assert len(moved) == model.hf.config.num_hidden_layers
+
+
+def test_offloading_what_is_not_kept_is_refused() -> None:
+    for more in ("", "--activation_checkpointing=true --compile=true"):
+        (line,) = mistakes("--activation_offload=true", *more.split())
+        assert line == "activation_offload=true needs activation_checkpointing=true, and compile=false"
 
 
 # ------------------------------------------------------------------------------------------------------ model FLOPs

@@ -74,7 +74,7 @@ def main(result: str, *arguments: str) -> None:
 
     import train
     from src.distributed.stop import StopSignal
-    from src.tracking.performance import Performance
+    from src.tracking.performance import measure
     from src.training.batches import CountedSteps, evaluation_batches, training_steps
     from src.training.cuda_graph import capture
     from train import run_settings
@@ -93,21 +93,17 @@ def main(result: str, *arguments: str) -> None:
         join_alone(size)
     run = train.build(run_settings([*arguments]))
     assert run
-    performance = Performance(run)
     found, milliseconds = [], []
     stop = StopSignal(run.accelerator, run.config)
-    steps, take_step = capture(run, CountedSteps(training_steps(run, 0), stop), train.train_step)
+    counted = CountedSteps(training_steps(run, 0), stop)
+    steps, take_step = measure(run, *capture(run, counted, train.train_step))
     run.model.train()
     for left in reversed(range(int(os.environ["STEPS"]))):
         null.null_gpu_reset()
         if not left:  # it takes longer than what it notes
             null.null_gpu_set_callback(note)
         started = time.perf_counter()
-        performance.begin_step()
-        micro_batches, counts_of_step = next(steps)
-        performance.begin_computing()
-        take_step(run, micro_batches, counts_of_step)
-        performance.end_step(micro_batches)
+        take_step(run, *next(steps))
         milliseconds.append(1e3 * (time.perf_counter() - started))
         null.null_gpu_set_callback(None)
         found.append(counts())

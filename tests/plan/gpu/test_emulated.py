@@ -93,6 +93,20 @@ def test_shared_sequences_have_the_losses_of_whole_ones_on_gpus(
     assert run.summary["eval/loss"] == pytest.approx(alone.summary["eval/loss"], rel=2**-9)
 
 
+@needs_text
+@needs("src/training/transforms.py")
+@pytest.mark.parametrize("yaml", ["single_gpu", slow("ddp"), slow("fsdp"), slow("fsdp_cp")])
+def test_activations_that_wait_on_the_host_change_no_loss(gpu: Launch, text: dict[str, Any], yaml: str) -> None:
+    """Not a bit of it."""
+    arguments = (yaml, *text["llama"], *SHORT, "--max_steps=6", "--activation_checkpointing=true")
+    kept, moved = (
+        gpu(*arguments, f"--activation_offload={is_moved}", processes=YAMLS[yaml]).succeeded()
+        for is_moved in (False, True)
+    )
+    assert moved.losses == kept.losses
+    assert moved.summary["eval/loss"] == kept.summary["eval/loss"]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", slow("adadelta"), slow("sgd")])
 def test_cuda_graphs_have_the_losses_of_eager_steps(gpu: Launch, tmp_path: Path, optimizer: str) -> None:
     """With dropout, over ragged batches, after a resume."""

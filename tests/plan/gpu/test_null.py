@@ -44,6 +44,7 @@ def of_text(test: Callable[..., None]) -> Callable[..., None]:
 
 EAGER = llama(64, 4)
 COMPILED = (*EAGER, "--compile=true")
+OFFLOADED = ("--activation_checkpointing=true", "--activation_offload=true")
 FSDP = llama(64, 8)
 STEPS = [
     (MNIST, 0, 125),
@@ -51,6 +52,7 @@ STEPS = [
     (("--cuda_graphs=true", "--ema.decay=0.9", "--optim.groups=[{match: conv.*, lr_scale: 0.1}]", *MNIST), 0, 25),
     pytest.param(EAGER, 0, 325, marks=text),
     pytest.param(COMPILED, 0, 90, marks=text),
+    pytest.param((*EAGER, *OFFLOADED), 0, 400, marks=text),
     pytest.param(FSDP, 8, 300, marks=text),
     pytest.param((*FSDP, "--compile=true"), 8, 130, marks=text),
 ]
