@@ -77,8 +77,7 @@ def test_groups_without_effect_are_mistakes() -> None:
     with pytest.raises(UserError) as error:
         freeze(MnistCnn(), settings(f"--optim.groups={groups}"))
     assert error.value.args == tuple(
-        f"optim.groups: {name} matches no parameter left; one is fc2.bias"
-        for name in ("conv1.weight", "cnv2.*")
+        f"optim.groups: {name} matches no parameter left; one is fc2.bias" for name in ("conv1.weight", "cnv2.*")
     )
     with pytest.raises(UserError, match="names no repeating blocks in _no_split_modules"):
         freeze(nn.Linear(2, 2), settings("--optim.layer_decay=0.5"))
