@@ -49,6 +49,8 @@ TABLE: tuple[str, ...] = (
 TABLE += (
     "lm with dropout   slow slow fast -",
     "lm with adapters  -    -    fast -",
+    "lm with DoRA      -    -    slow -",
+    "lm with PiSSA     -    slow fast -",
     "lm in 4 bits      fast -    -    -",
     "chat              -    -    slow -",
 )

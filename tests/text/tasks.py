@@ -103,6 +103,8 @@ TEXT = {
     "scratch": of(LM, *tiny.NEW_LLAMA),
     "experts": of(LM, *tiny.NEW_LLAMA, *MIXTRAL),
     "lm with adapters": of(LM, LLAMA, *MERGED),
+    "lm with DoRA": of(LM, LLAMA, *MERGED, "--task.lora.options={use_dora: true}"),
+    "lm with PiSSA": of(LM, LLAMA, *MERGED, "--task.lora.options={init_lora_weights: pissa}"),
     "classifier": of(CLASSIFIER, BERT),
     "classifier with adapters": of(CLASSIFIER, BERT, ADAPTERS),
     "classifier with a decoder": of(CLASSIFIER, "--task.model={folder}/models/t5"),

@@ -108,7 +108,7 @@ class TextSettings(TaskSettings):
         if not self.lora.r and self.lora != Lora():
             yield "task.lora.r is not set: without it, the other settings of task.lora have no effect"
         for name, value in self.lora.options.items():
-            allowed, why = OPTIONS.get(name, ["", f"peft has no such option{nearest(name, [*OPTIONS])}"])
+            allowed, why = OPTIONS.get(name, ["", f"none of peft's that was tried here{nearest(name, [*OPTIONS])}"])
             if not re.fullmatch(allowed, f"{value!r} {self.lora}"):  # some values don't go with other settings
                 yield f"task.lora.options.{name}: {why}"
         folder = Path(str(self.model))
