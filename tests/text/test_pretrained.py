@@ -133,7 +133,7 @@ REFUSED = {
     "more layers": f"{NOT_ITS}are missing or have another shape: model.layers.2.input_layernorm.weight, *",
     "more biases": f"{IGNORED}model.layers.1.self_attn.q_proj.bias",
     "another head": f"{IGNORED}v_head.weight",
-    "4 bits": "task.model={}: its weights are in 4 bits: train adapters (task.lora.r, base_dtype=nf4; no olora) *",
+    "4 bits": "task.model={}: its weights are in 4 bits: train adapters (lora.r, base_dtype=nf4; no olora) *",
 }
 """Patterns of what they are refused with, a line for each mistake."""
 ADAPTED = ("llama", "tied", "experts", "fp8", "tied but for its head")

@@ -100,7 +100,7 @@ class FineTuning(TextTask):
         # olora would take its part out of them, and quantize the rest anew, which no export would have
         can_train = can_train and self.lora.options.get("init_lora_weights") != "olora"
         if quantization_of(config).get("load_in_4bit") and not can_train:
-            hint = "train adapters (task.lora.r, base_dtype=nf4; no olora) with --mixed_precision bf16, or unquantized weights"
+            hint = "train adapters (lora.r, base_dtype=nf4; no olora) with --mixed_precision bf16, or another model"
             raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
         return config
 
