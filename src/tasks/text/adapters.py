@@ -67,8 +67,9 @@ def add_adapters(
             says = "adapters of a layer that shares its weights with another are added to both when they are merged"
             raise UserError(f"task.lora.target_modules: {says}; leave it out, or set merge=false") from error
         except Exception as error:  # of any kind: peft checks few of its settings
-            says = shorten(cause(error), 200, placeholder=" …")
-            raise UserError(f"task.lora.target_modules, exclude_modules, options: {says}") from error
+            raise UserError(
+                f"task.lora.target_modules, exclude_modules, options: {shorten(cause(error), 200)}"
+            ) from error
     parts = patterns | {
         "layers_to_transform": [rf"{block}\..*" for block in lora.options.get("layers_to_transform", [])],
         "target_modules": lora.target_modules,
@@ -76,9 +77,8 @@ def add_adapters(
     raise_if_any(
         f"task.lora: {option}: {part} matches no layer with adapters, or none but an earlier one's"
         for option, keys in parts.items()
-        for part in sorted(
-            {*keys} - {peft.utils.other.get_pattern_key(keys, layer) for layer in adapted.targeted_module_names}
-        )
+        for part in keys
+        if part not in {peft.utils.other.get_pattern_key(keys, layer) for layer in adapted.targeted_module_names}
     )
     for layer in adapted.modules():
         if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):

@@ -239,8 +239,9 @@ class FineTuning(TextTask):
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
         exported, libraries = self.hf_model(model), self._libraries()
-        has_new_rows = self.lora.r and self._trained_rows
-        if "transformers" in libraries.values() and (has_new_rows or not is_only_renamed(base_model(exported))):
+        # peft would merge DoRA's shards with wrong lengths
+        is_whole = "use_dora" in self.lora.options or (self.lora.r and self._trained_rows)
+        if "transformers" in libraries.values() and (is_whole or not is_only_renamed(base_model(exported))):
             return None
         for place, library in libraries.items():
             if library == "peft":
