@@ -128,7 +128,7 @@ ADAPTERS = TOKENIZER | {"adapter_config.json", "adapter_model.safetensors", "mer
         ("lm", {"": (EXPORT, "transformers")}),
         ("experts", {"": (EXPORT, "transformers")}),  # apart in files, together in the model
         ("lm with adapters", {"": (ADAPTERS, "peft"), "merged": (EXPORT, "transformers")}),
-        ("lm with DoRA", {"": (ADAPTERS, "peft"), "merged": (EXPORT, "transformers")}),
+        ("lm with DoRA", {"merged": (EXPORT, "transformers")}),
         ("lm with PiSSA", {"": (EXPORT, "transformers")}),
     ],
 )
