@@ -21,7 +21,9 @@ def build_skeleton(task: Any) -> nn.Module:
         model = task.model_from_config()
     if task.base_dtype == "nf4":
         import_module("plan.four_bits").give_four_bits(model)  # needs bitsandbytes
-    return task.wrap(model)
+    # PiSSA and the like read the weights' values, and take no more memory than other adapters
+    options = {name: value for name, value in task.lora.options.items() if name != "init_lora_weights"}
+    return task.model_copy(update={"lora": task.lora.model_copy(update={"options": options})}).wrap(model)
 
 
 def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:

@@ -39,7 +39,7 @@ OF_OTHERS = """
     warmup_ratio logging_dir group_by_length overwrite_output_dir evaluation_strategy no_cuda save_safetensors
     base_model datasets val_set_size adapter sequence_len sample_packing num_epochs optimizer lr_scheduler optim
     evals_per_epoch saves_per_epoch early_stopping_patience train_on_inputs flash_attention lora_target_linear
-    dataset_prepared_path
+    dataset_prepared_path peft_init_lora_weights peft_use_dora
 """
 """Settings of TRL, of the Trainer's older versions and of axolotl."""
 COMMAND = """
@@ -82,7 +82,8 @@ def test_settings_of_others_become_settings_that_exist() -> None:
         says = re.sub(r"\S+/\S+", "", text)
         settings = {word.partition("=")[0] for word in becomes.split()} - {"launch", "precision", "accumulation"}
         settings |= {*re.findall(r"(?:^use (?=[a-z])|\b(?=(?:task|optim|checkpoint|wandb)\.))([\w.]+\w)", says)}
-        assert {re.sub(r"^(task\.architecture)\..*", r"\1", setting) for setting in settings} <= known, names
+        settings = {re.sub(r"^(task\.(architecture|lora\.options))\..*", r"\1", setting) for setting in settings}
+        assert settings <= known, names
         for flag in re.findall(r"--(\w+)[ =]", f"{text} {becomes}"):
             assert f"--{flag}" in {o for action in launch_command_parser()._actions for o in action.option_strings}
         for file in re.findall(r"[\w/]+\.(?:yaml|py)\b", f"{text} {becomes}"):
@@ -155,6 +156,10 @@ DDP = "--config_file accelerate_configs/ddp.yaml"
         pytest.param("--do_regression --dataset_name d --label_column_name score --task.name=text_classification", "",
                      "--task.name=text_classification --task.label_column=score --task.problem=regression "
                      "--task.dataset=d", marks=needs_text),
+        pytest.param("--use_peft --use_dora --peft_layers_to_transform=[0,1] --peft_init_lora_weights=gaussian", "",
+                     "--task.name=causal_lm --task.lora.r=16 --task.lora.alpha=32 --task.lora.dropout=0.05 "
+                     "--task.lora.options.use_dora=true --task.lora.options.init_lora_weights=gaussian "
+                     "--task.lora.options.layers_to_transform=[0,1]", marks=needs_text),
         pytest.param("--task_name mrpc --model_name_or_path m", "",
                      "--task.name=text_classification --task.dataset=nyu-mll/glue --task.dataset_config=mrpc "
                      "--task.text_column=sentence1 --task.text_pair_column=sentence2 --task.model=m", marks=needs_text),

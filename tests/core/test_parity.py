@@ -48,6 +48,8 @@ mnist                     -    slow slow  slow slow   slow         slow         
 lm                        -    fast -     fast -      -            slow         fast
 experts                   -    -    -     fast -      -            -            -
 lm with adapters          -    slow -     fast -      -            -            -
+lm with DoRA              -    slow -     fast -      -            -            -
+lm with PiSSA             -    slow -     slow -      -            -            -
 new tokens, tied          -    slow -     fast -      slow         slow         slow
 new tokens, untied        -    -    -     fast -      -            -            -
 lm in 4 bits              -    fast -     -    -      -            -            -

@@ -51,6 +51,8 @@ TABLE: tuple[str, ...] = (
 TABLE += (
     "lm with dropout   slow slow fast -",
     "lm with adapters  -    -    fast -",
+    "lm with DoRA      -    -    slow -",
+    "lm with PiSSA     -    slow fast -",
     "lm in 4 bits      fast -    -    -",
     "chat              -    -    slow -",
     "several labels    -    -    fast -",

@@ -113,6 +113,8 @@ TEXT = {
     "experts": replace(of(LM, *tiny.NEW_LLAMA, *MIXTRAL), split=(*LM.split, "--activation_offload=true")),
     "lm with adapters": of(LM, LLAMA, *MERGED),
     "classifier": of(CLASSIFIER, BERT, "--task.eval_datasets.dev={folder}/reviews/dev.tsv"),
+    "lm with DoRA": of(LM, LLAMA, *MERGED, "--task.lora.options={use_dora: true}"),
+    "lm with PiSSA": of(LM, LLAMA, *MERGED, "--task.lora.options={init_lora_weights: pissa}"),
     "classifier with adapters": of(CLASSIFIER, BERT, ADAPTERS),
     "classifier with a decoder": of(CLASSIFIER, "--task.model={folder}/models/t5"),
     "classifier, weighed": of(CLASSIFIER, BERT, "--task.class_weights={falling: 3, rising: 0.5}"),

@@ -170,7 +170,26 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"llama/generation_config.json": {"max_new_tokens": -1}}, LLAMA, "task.model=llama: *`max_new_tokens` must be *"),
     ({"llama/adapter_config.json": "{}"}, LLAMA, "task.model=llama: holds adapters, not a model; name the model *"),
     # adapters and new tokens
-    ({}, (*LORA, "lora.target_modules=[q_proj, q_prj]"), "task.lora.target_modules: * q_prj*"),
+    ({}, (*LORA, "lora.target_modules=[q_proj, q_prj]"), "task.lora: target_modules: q_prj matches no *"),
+    ({}, (*LORA, "lora.options={bias: all, init_lora_weights: eva, r: 3, use_dorra: true, use_rslora: 1}"),
+     "task.lora.options.bias: not available: FSDP *\n"
+     "task.lora.options.init_lora_weights: must be true, gaussian, orthogonal, pissa or olora; *\n"
+     "task.lora.options.r: use task.lora.r\n"
+     "task.lora.options.use_dorra: none of peft's that was tried here, did you mean use_dora[?]\n"
+     "task.lora.options.use_rslora: must be true or false"),
+    ({}, (*LORA, "lora.options={init_lora_weights: olora, layers_to_transform: [0], rank_pattern: {q_proj: true}}"),
+     "task.lora.options.init_lora_weights: * pissa and olora with task.lora.merge=true, as *\n"
+     "task.lora.options.layers_to_transform: must be a list of blocks, * and needs task.lora.target_modules\n"
+     "task.lora.options.rank_pattern: must be numbers above 0 by names of layers, *"),
+    ({}, (*LORA, "lora.options={init_lora_weights: olora}", "lora.merge=true", "lora.base_dtype=nf4"),
+     "task.lora.options.init_lora_weights: * the last three not with base_dtype=nf4, *"),
+    ({}, (*LORA, "lora.target_modules=[q_proj]", "lora.options={layers_to_transform: [0, 7], alpha_pattern: {k_proj: "
+          "2}, rank_pattern: {.*_proj: 3, model.layers.0.self_attn.q_proj: 2}}"),
+     "task.lora: rank_pattern: model.layers.0.self_attn.q_proj matches no layer with adapters, or none but an *\n"
+     "task.lora: alpha_pattern: k_proj matches no layer with adapters, or none but an earlier one's\n"
+     "task.lora: layers_to_transform: 7\\..[*] matches no layer with adapters, or none but an earlier one's"),
+    ({}, (*LORA, "lora.options={init_lora_weights: orthogonal, rank_pattern: {q_proj: 3}}"),
+     "task.lora.target_modules, exclude_modules, options: Orthogonal initialization requires the LoRA rank to be *"),
     ({}, (*NEW, "lora.r=2"), "task.lora adapts an existing model: set task.model, not task.architecture"),
     ({}, (*LLAMA, "new_tokens=['<|endoftext|>', <a>]"), "task.new_tokens: <|endoftext|>: the tokenizer has it *"),
 ]  # fmt: skip
@@ -249,7 +268,9 @@ def test_adapters_of_a_tied_layer_are_not_merged(models: Path) -> None:
     """They would be added to both layers: logits would be 0.3 off."""
     arguments = (*LORA, f"model={models}/tied", "lora.target_modules=[lm_head]", write({}))
     says = "adapters of a layer that shares its weights with another are added to both when they are merged"
-    assert refused(*arguments, "lora.merge=true").startswith(f"task.lora.target_modules: {says}; leave it out, ")
+    for more in ("", "lora.options.init_lora_weights=pissa"):
+        found = refused(*filter(None, [*arguments, "lora.merge=true", more]))
+        assert found.startswith(f"task.lora.target_modules: {says}; leave it out, ")
     built(*arguments)
     built(*LORA, "lora.target_modules=[lm_head]", "lora.merge=true", write({}))  # it has weights of its own
 

@@ -133,7 +133,7 @@ REFUSED = {
     "more layers": f"{NOT_ITS}are missing or have another shape: model.layers.2.input_layernorm.weight, *",
     "more biases": f"{IGNORED}model.layers.1.self_attn.q_proj.bias",
     "another head": f"{IGNORED}v_head.weight",
-    "4 bits": "task.model={}: its weights are in 4 bits: train adapters (task.lora.r, base_dtype=nf4) with *",
+    "4 bits": "task.model={}: its weights are in 4 bits: train adapters (lora.r, base_dtype=nf4; no olora) *",
 }
 """Patterns of what they are refused with, a line for each mistake."""
 ADAPTED = ("llama", "tied", "experts", "fp8", "tied but for its head")
@@ -240,14 +240,18 @@ def test_the_export_has_the_loss_of_what_was_loaded(
 
 
 @pytest.mark.parametrize(
-    ("name", "base_dtype", "reason"),
+    ("name", "lora", "reason"),
     [
-        ("4 bits", "bf16", "its weights are in 4 bits: train adapters"),
-        ("fp8", "nf4", "cannot be loaded: The model is quantized with FineGrainedFP8Config"),
+        ("4 bits", {"base_dtype": "bf16"}, "its weights are in 4 bits: train adapters"),
+        ("4 bits", {"options": {"init_lora_weights": "olora"}}, "its weights are in 4 bits: train adapters"),
+        ("fp8", {"base_dtype": "nf4"}, "cannot be loaded: The model is quantized with FineGrainedFP8Config"),
     ],
 )
-def test_another_quantization_than_the_files_is_refused(folder: Path, name: str, base_dtype: str, reason: str) -> None:
-    task = decoder(folder / name, lora={"r": 2, "base_dtype": base_dtype})
+def test_another_quantization_than_the_files_is_refused(
+    folder: Path, name: str, lora: dict[str, Any], reason: str
+) -> None:
+    """OLoRA would quantize what it leaves of the weights once more."""
+    task = decoder(folder / name, lora={"r": 2, **lora})
     with pytest.raises(UserError, match=f"^task.model={folder / name}: {reason}"):
         task.bind(TaskState(dtype=torch.bfloat16)).build_model()
 

@@ -113,11 +113,18 @@ def test_generate_refuses_in_one_line_and_runs_no_code_of_a_model(
     assert not Path("it_ran").exists()
 
 
-@pytest.mark.parametrize(("task", "names"), [("lm", {"perplexity"}), ("classifier", {"f1", "matthews_correlation"})])
+@pytest.mark.parametrize(
+    ("task", "names"),
+    [
+        ("lm with adapters", {"perplexity"}),
+        ("lm with PiSSA", {"perplexity"}),
+        ("classifier with adapters", {"f1", "matthews_correlation"}),
+    ],
+)
 def test_metrics_of_an_export_and_a_checkpoint_are_the_trainings_own(
     trained: Trained, capsys: pytest.CaptureFixture[str], task: str, names: set[str]
 ) -> None:
-    run = trained(f"{task} with adapters", "fsdp")
+    run = trained(task, "fsdp")
     for part in ("model", "checkpoints/step_00000012"):
         output = f"{Path(part).name}.parquet"
         metrics = json.loads(Tool("evaluate", evaluate, capsys)(run.folder / part, f"--output={output}").stdout)
@@ -125,7 +132,7 @@ def test_metrics_of_an_export_and_a_checkpoint_are_the_trainings_own(
         assert {*metrics} == {f"eval/{name}" for name in {"loss", "accuracy", "examples"} | names}
         rows = pq.read_table(output).to_pylist()
         assert len(rows) == metrics["eval/examples"]
-        if task == "lm":
+        if task.startswith("lm"):
             nats, targets = (sum(row[name] for row in rows) for name in ("nats", "targets"))
             assert nats / targets == pytest.approx(metrics["eval/loss"])
 

@@ -128,6 +128,8 @@ ADAPTERS = TOKENIZER | {"adapter_config.json", "adapter_model.safetensors", "mer
         ("lm", {"": (EXPORT, "transformers")}),
         ("experts", {"": (EXPORT, "transformers")}),  # apart in files, together in the model
         ("lm with adapters", {"": (ADAPTERS, "peft"), "merged": (EXPORT, "transformers")}),
+        ("lm with DoRA", {"merged": (EXPORT, "transformers")}),
+        ("lm with PiSSA", {"": (EXPORT, "transformers")}),
     ],
 )
 def test_the_export_is_what_was_trained(trained: Trained, made: Path, kind: str, exports: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import warnings
+from copy import deepcopy
 from importlib import import_module
 from textwrap import shorten
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers import AddedToken
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from src.config.errors import UserError, cause, listed, raise_if_any
+from src.config.settings import flatten
 from src.requirements import missing_requirements
 from src.tasks.text.settings import Lora
 
@@ -31,9 +33,6 @@ def add_adapters(
     Raise a UserError if `lora.target_modules` names layers that do not exist, cannot be adapted, or are tied and to be
     merged, or if the head would be quantized."""
     peft: Any = import_module("peft")  # takes 0.6 s, mostly for bitsandbytes
-    layers = [f".{layer}" for layer, _ in model.named_modules()]
-    if absent := [name for name in lora.target_modules if not any(layer.endswith(f".{name}") for layer in layers)]:
-        raise UserError(f"task.lora.target_modules: the model has no layer {' nor '.join(absent)}")
     # the layers after the base model, and a pooler, may be new: they are trained as they are
     new = rf"(?!{model.base_model_prefix}\.).*|.*\bpooler\b.*" if has_new_head else None
     is_new = re.compile(new or "(?!)").fullmatch
@@ -41,35 +40,52 @@ def add_adapters(
         says = f"bitsandbytes would quantize the head of {type(model).__name__}, which is trained"
         raise UserError(f"task.lora.base_dtype=nf4: {says}: use task.lora.base_dtype=bf16")
     name = model.name_or_path
-    config = peft.LoraConfig(
-        # the adapters have to load from any folder
-        base_model_name_or_path=os.path.abspath(name) if os.path.isdir(name) else name,
-        revision=revision,
-        task_type="SEQ_CLS" if has_new_head else "CAUSAL_LM",
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules or "all-linear",
-        exclude_modules="|".join(filter(None, [lora.exclude_modules, new])) or None,
-        trainable_token_indices=trained_rows,
-    )
+    # settings keep the parts of a name with dots as mappings within mappings
+    patterns = {option: dict(flatten(lora.options.get(option, {}))) for option in ("rank_pattern", "alpha_pattern")}
     trained = [weight for name, weight in model.named_parameters() if is_new(name)]
     with warnings.catch_warnings():
+        # that some keys match nothing is an error below; and no adapters are converted
+        warnings.filterwarnings("ignore", "The following|Using Rank-Stabilized LoRA with rank_pattern")
         merges = lora.merge or has_new_head
         warnings.filterwarnings("error" if merges else "ignore", "Model has `tie_word_embeddings=True`")
         try:
+            config = peft.LoraConfig(
+                # the adapters have to load from any folder
+                base_model_name_or_path=os.path.abspath(name) if os.path.isdir(name) else name,
+                revision=revision,
+                task_type="SEQ_CLS" if has_new_head else "CAUSAL_LM",
+                r=lora.r,
+                lora_alpha=lora.alpha,
+                lora_dropout=lora.dropout,
+                target_modules=lora.target_modules or "all-linear",
+                exclude_modules="|".join(filter(None, [lora.exclude_modules, new])) or None,
+                trainable_token_indices=trained_rows,
+                **deepcopy(lora.options | patterns),  # peft adds to them
+            )
             adapted = peft.PeftModel(model, config)
-        except (ValueError, TypeError, re.error) as error:
-            says = shorten(cause(error), 200, placeholder=" …")
-            raise UserError(f"task.lora.target_modules, exclude_modules: {says}") from error
         except UserWarning as error:
             says = "adapters of a layer that shares its weights with another are added to both when they are merged"
             raise UserError(f"task.lora.target_modules: {says}; leave it out, or set merge=false") from error
+        except Exception as error:  # of any kind: peft checks few of its settings
+            raise UserError(
+                f"task.lora.target_modules, exclude_modules, options: {shorten(cause(error), 200)}"
+            ) from error
+    parts = patterns | {
+        "layers_to_transform": [rf"{block}\..*" for block in lora.options.get("layers_to_transform", [])],
+        "target_modules": lora.target_modules,
+    }
+    raise_if_any(
+        f"task.lora: {option}: {part} matches no layer with adapters, or none but an earlier one's"
+        for option, keys in parts.items()
+        for part in keys
+        if part not in {peft.utils.other.get_pattern_key(keys, layer) for layer in adapted.targeted_module_names}
+    )
     for layer in adapted.modules():
         if any(weight.is_meta and weight.requires_grad for weight in layer.parameters(recurse=False)):
             layer.to_empty(device="cpu", recurse=False)
     for layer in adapted.modules():
-        if hasattr(layer, "reset_lora_parameters"):  # again, as peft loses the values on the meta device
+        # again, as peft loses the values on the meta device
+        if hasattr(layer, "reset_lora_parameters") and "init_lora_weights" not in lora.options:
             layer.reset_lora_parameters("default", init_lora_weights=True)
     for weight in trained:
         weight.requires_grad = True

@@ -97,8 +97,10 @@ class FineTuning(TextTask):
         with loading("model", self.model):
             config = load_config(str(self.model), self.revision, self.state.remarks)
         can_train = self.lora.r and self.lora.base_dtype in (None, "nf4") and self._has_bf16
+        # olora would take its part out of them, and quantize the rest anew, which no export would have
+        can_train = can_train and self.lora.options.get("init_lora_weights") != "olora"
         if quantization_of(config).get("load_in_4bit") and not can_train:
-            hint = "train adapters (task.lora.r, base_dtype=nf4) with --mixed_precision bf16, or an unquantized model"
+            hint = "train adapters (lora.r, base_dtype=nf4; no olora) with --mixed_precision bf16, or another model"
             raise UserError(f"task.model={self.model}: its weights are in 4 bits: {hint}")
         return config
 
@@ -123,9 +125,9 @@ class FineTuning(TextTask):
         if self.base_dtype == "nf4":
             require_four_bits(is_sharded=True)
         with loading("model", self.model):
-            # quantized weights, only `from_pretrained` can read
-            is_plain = self._stored and not quantization_of(self._config)
-            if not is_plain or not (built := empty_pretrained(self.model_from_config, self._stored)):
+            # quantized weights, only `from_pretrained` can read; and new adapters may start from the weights' values
+            is_whole = quantization_of(self._config) or self.lora.options.keys() & {"use_dora", "init_lora_weights"}
+            if not self._stored or is_whole or not (built := empty_pretrained(self.model_from_config, self._stored)):
                 return None
             model, fit = built
             if model.can_generate():
@@ -219,8 +221,9 @@ class FineTuning(TextTask):
 
     def _libraries(self) -> dict[str, str]:
         """Return the library that loads each model of an export, by its folder. With adapters, it holds them alone
-        (peft) and, on request, the whole model into which they are merged; a classifier's, only that."""
-        if not self.lora.r or self.has_new_head:
+        (peft) and, on request, the whole model into which they are merged; only that if they are a classifier's,
+        or began as a part of the weights, as PiSSA's do: on the weights in the files, they are another model."""
+        if not self.lora.r or self.has_new_head or self.lora.options.get("init_lora_weights") in ("pissa", "olora"):
             return {"": "transformers"}
         return {"": "peft", "merged": "transformers"} if self.lora.merge else {"": "peft"}
 
@@ -236,8 +239,9 @@ class FineTuning(TextTask):
 
     def export_sharded(self, model: Any, folder: Path, accelerator: Accelerator) -> Cards | None:
         exported, libraries = self.hf_model(model), self._libraries()
-        has_new_rows = self.lora.r and self._trained_rows
-        if "transformers" in libraries.values() and (has_new_rows or not is_only_renamed(base_model(exported))):
+        # peft would merge DoRA's shards with wrong lengths
+        is_whole = "use_dora" in self.lora.options or (self.lora.r and self._trained_rows)
+        if "transformers" in libraries.values() and (is_whole or not is_only_renamed(base_model(exported))):
             return None
         for place, library in libraries.items():
             if library == "peft":

@@ -10,11 +10,13 @@ from pydantic import Field, PositiveInt
 
 from src.config.groups import TaskSettings
 from src.config.optim import Fraction
-from src.config.settings import ResumeSafe, SafeReopens, Settings, Values, read_yaml
+from src.config.settings import ResumeSafe, SafeReopens, Settings, Values, nearest, read_yaml
 from src.tasks.text.files import EXTENSIONS, path_error
 
 DEFAULTS: dict[str, Values] = read_yaml(Path(__file__).with_name("defaults.yaml").read_bytes())
 """Defaults of a run, by what of its model is trained."""
+OPTIONS: Values = read_yaml(Path(__file__).with_name("lora_options.yaml").read_bytes())
+"""For each field of peft's LoraConfig, a regular expression for what is allowed, and why nothing else is."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """Matches the name of a dataset or a model on the Hub."""
 
@@ -39,6 +41,8 @@ class Lora(Settings):
     DDP; embedding and output are bf16. Adapters and a classifier's head are fp32."""
     merge: SafeReopens[bool] = False
     """Also export the model with the adapters merged into its weights, to model/merged. A classifier's always are."""
+    options: Values = {}
+    """Other fields of peft's LoraConfig, such as {use_rslora: true}; docs/transformers.md lists them."""
 
 
 class TextSettings(TaskSettings):
@@ -107,6 +111,10 @@ class TextSettings(TaskSettings):
             yield f"task.eval_split={self.eval_split}: {says}"
         if not self.lora.r and self.lora != Lora():
             yield "task.lora.r is not set: without it, the other settings of task.lora have no effect"
+        for name, value in self.lora.options.items():
+            allowed, why = OPTIONS.get(name, ["", f"none of peft's that was tried here{nearest(name, [*OPTIONS])}"])
+            if not re.fullmatch(allowed, f"{value!r} {self.lora}"):  # some values don't go with other settings
+                yield f"task.lora.options.{name}: {why}"
         folder = Path(str(self.model))
         if not HUB_NAME.fullmatch(str(self.model)) and not folder.is_dir():
             yield f"task.model={self.model}: no such folder"
