@@ -82,6 +82,7 @@ class HubModel:
             if self.is_timm and not is_read:  # whose weights transformers has drawn in another way than timm does
                 timm, options = import_module("timm"), config.model_args or {}
                 model.timm_model = timm.create_model(config.architecture, num_classes=len(classes), **options)
+        model.get_input_embeddings = lambda: None  # Accelerate asks for them, where some models raise
         self._keep_unused(model)
         return model
 
@@ -99,7 +100,8 @@ class HubModel:
         if unused:
             self.remarks.append(f"{self.name} has weights that are not used: {listed(sorted(unused))}")
         if new:
-            self.remarks.append(f"{self.name} gets a new head, as its labels are not the data's: {listed(self.labels)}")
+            says = f"the data's replace its {len(self.labels)} labels, such as {self.labels[0]}"
+            self.remarks.append(f"{self.name} gets a new head: {says}")
         for layer in {name.rpartition(".")[0] for name in new}:
             model.get_submodule(layer).reset_parameters()
 
@@ -108,7 +110,7 @@ class HubModel:
         masked: training would stop at weights without a gradient. Raise a UserError if the model refuses pictures of
         this size."""
         names, weights = zip(*model.named_parameters(), strict=True)
-        with as_user_error(f"task.size: {self.name} refuses pictures of {self.size}: "):
+        with as_user_error(f"task.size: {self.name} refuses pictures of {' x '.join(map(str, self.size))}: "):
             logits = model.eval()(torch.zeros(1, 3, *self.size)).logits
         gradients = torch.autograd.grad(logits.sum(), weights, allow_unused=True)
         without = {name: weight for name, weight, found in zip(names, weights, gradients, strict=True) if found is None}
