@@ -117,8 +117,8 @@ class ImageClassification(Task):
     """A classifier of torchvision, such as resnet18; or of transformers or timm: a folder, or a name on the Hub such as
     facebook/dinov2-base or timm/resnet50.a1_in1k."""
     weights: str | None = None
-    """What to start from: DEFAULT, the model's own; for torchvision's, also a state dict (.safetensors, .pth) or another
-    of its names; empty: from scratch. Default: DEFAULT for a folder or a name on the Hub, else from scratch."""
+    """What to start from: DEFAULT, the model's own; for torchvision's, also another name of theirs or a state dict
+    (.safetensors, .pth); empty: from scratch. Default: DEFAULT for a folder or a name on the Hub, else from scratch."""
     norm: Literal["group", "frozen", "batch"] = "group"
     """What replaces BatchNorm: group from scratch, frozen with weights; batch: nothing, so that the curve depends on
     the number of processes."""
@@ -153,7 +153,12 @@ class ImageClassification(Task):
         hint = f"task.data_dir (`{BIN}python -m examples.make_digits` makes data/digits_png): "
         with as_user_error(hint, (OSError, ValueError)):
             train, val = (
-                Pictures(Path(self.data_dir, part), hub.pixels if hub else square, loader=read_picture, is_valid_file=self._is_picture)
+                Pictures(
+                    Path(self.data_dir, part),
+                    hub.pixels if hub else square,
+                    loader=read_picture,
+                    is_valid_file=self._is_picture,
+                )
                 for part in ("train", "val")
             )
         names = [*map(shown, train.classes)]

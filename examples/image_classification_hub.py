@@ -158,8 +158,8 @@ def timm_config(name: str) -> TimmWrapperConfig:
 
 
 def timm_processor(config: Any, size: int | None) -> TimmWrapperImageProcessor:
-    """Return the processor of a timm model; with `size`, of pictures of this width and height. Write it into the config,
-    which is where timm keeps it; drop from there what says once more how many labels there are, and which."""
+    """Return the processor of a timm model; with `size`, of pictures of this width and height, which the config will
+    say too. Drop from the config what says once more how many labels there are, and which."""
     if size:
         config.pretrained_cfg["input_size"] = [3, size, size]
     vars(config).pop("label_names", None)

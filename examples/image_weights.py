@@ -1,8 +1,8 @@
 """The weights of EfficientNet-Lite0, trained on the photographs of ImageNet, with or without the Hugging Face Hub.
 
-    python -m examples.image_weights            # prints the model's name on the Hub, or a folder with it
-    python -m examples.image_weights --look     # and what it sees in the photographs of scikit-learn and scikit-image
-    python -m examples.image_weights cat.jpg    # or in these pictures
+python -m examples.image_weights            # prints the model's name on the Hub, or a folder with it
+python -m examples.image_weights --look     # and what it sees in the photographs of scikit-learn and scikit-image
+python -m examples.image_weights cat.jpg    # or in these pictures
 """
 
 import sys

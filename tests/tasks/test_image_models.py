@@ -84,7 +84,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures, red ones and blue ones; one is wide, and grey, where a model sees the same whatever it is cropped to."""
+    """Pictures, red ones and blue ones; one is wide, and of one colour, however it is cropped."""
     folder = tmp_path_factory.mktemp("colours")
     Torchvision.write(folder)
     Image.new("RGB", (60, 40), (90, 120, 150)).save(folder / "train/blue/0.png")
@@ -307,7 +307,8 @@ def refusal(call: Callable[[Any], Any], given: Any) -> str:
 def test_a_model_of_torchvision_needs_neither_transformers_nor_timm() -> None:
     code = (
         "import sys; from examples.image_classification import ImageClassification; task = ImageClassification();"
-        "task.state.data['classes'] = ['cat', 'dog']; task.build_model(); print({'transformers', 'timm'} & {*sys.modules})"
+        "task.state.data['classes'] = ['cat', 'dog']; task.build_model();"
+        "print({'transformers', 'timm'} & {*sys.modules})"
     )
     assert run_command([sys.executable, "-c", code], PROJECT).succeeded().stdout == "set()\n"
 
