@@ -1,5 +1,7 @@
-"""Make the data of image_classification.py: `python -m examples.make_digits` writes data/digits_png."""
+"""Make the data of image_classification.py: `python -m examples.make_digits` writes data/digits_png, and
+`python -m examples.make_digits 5` data/digits_5_png, with only five of each digit to train on."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,9 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, most: int = 1797) -> None:
     """Write scikit-learn's 1,797 digits, enlarged from 8 x 8 to 28 x 28 pixels with a margin of 4, as
-    train/<digit>/*.png and val/<digit>/*.png. A fifth is to evaluate on."""
+    train/<digit>/*.png and val/<digit>/*.png. A fifth is to evaluate on; of each digit, at most so many to train on."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     small = torch.from_numpy(images[order]).view(-1, 1, 8, 8) * (255 / 16)
@@ -21,8 +23,13 @@ def write(folder: Path) -> None:
         part, number = ("val", i) if i < first_to_train_on else ("train", i - first_to_train_on)
         file = folder / part / str(label) / f"{number:04}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
+        if part == "train" and len([*file.parent.iterdir()]) == most:
+            continue
         Image.fromarray(image).save(file)
 
 
 if __name__ == "__main__":
-    write(Path("data/digits_png"))
+    if given := sys.argv[1:]:
+        write(Path(f"data/digits_{given[0]}_png"), int(given[0]))
+    else:
+        write(Path("data/digits_png"))

@@ -71,7 +71,7 @@ for own in TASKS.keys() - PARTS.keys():  # needs what it imports
 
 
 def page(task: str) -> list[str]:
-    """Return what the task does, and what is said of its data."""
+    """Return what the task does, what is said of its data, and maybe what only this project has."""
     file, code = HERE / f"examples/{task}.md", module_file(TASKS[task])
     own = f"Trains {task}.\n\n---\n\n`build_datasets` in [{code}]({code}) reads the data."
     return (read(file) or own).strip().split("\n\n---\n\n")
@@ -300,12 +300,13 @@ def first_config(task: str, files: set[str]) -> str:
 
 def moved(file: str, task: str) -> str:
     """Return where a project has a file of its task: what examples/ has of it moves to src and configs."""
-    return file.replace(f"examples/{task}.py", f"src/tasks/{task}.py").replace(f"examples/{task}.", f"configs/{task}.")
+    file = re.sub(rf"examples/({task}(_hub)?\.py)", r"src/tasks/\1", file)
+    return file.replace(f"examples/{task}.", f"configs/{task}.")
 
 
 def write_own_files(project: Path, plan: Plan, values: dict[str, str]) -> None:
     """Write what is about the task and nothing else: README, `make train`, and the likes of them."""
-    what, data = page(plan.task)
+    what, data, *_ = page(plan.task)
     values = {"what": what, "data": data, **values}  # the first two name others
     pages = sorted(page.relative_to(project) for page in [*project.glob("docs/*.md"), *project.glob("plan/*.md")])
     values["pages"] = "\n".join(f"- [{p}]({p}): {read(project / p)[2:].splitlines()[0]}" for p in pages)

@@ -4,7 +4,10 @@ import pytest
 
 from tests.text.conftest import made, models, own_folder, trained  # noqa: F401
 
-SLOW = "TestMnist", "TestCausalLM", "TestTextClassification", "TestImageClassification", "TestTokenClassification"
+SLOW = (
+    "TestMnist", "TestCausalLM", "TestTextClassification", "TestImageClassification", "TestTokenClassification",
+    "TestTimm",
+)  # fmt: skip
 """Tests of tasks whose curves tests/core/test_parity.py compares, and which tests/faults/test_resume.py resumes."""
 
 
