@@ -41,7 +41,7 @@ class HubModel:
         with loading("model", name):
             own = timm_config(name) if self.is_timm and is_new and not Path(name).exists() else None
             self.config: Any = own or load_config(name, None, remarks)
-            self.processor = timm_processor(self.config, size) if self.is_timm else load_processor(name, size)
+            self.processor: Any = timm_processor(self.config, size) if self.is_timm else load_processor(name, size)
             shapes = {tuple(self.pixels(Image.new("RGB", whole)).shape) for whole in ((64, 48), (48, 64))}
         if len(shapes) > 1:
             raise UserError(f"task.model={name}: its processor makes pictures of several shapes: {shapes}")
@@ -65,7 +65,7 @@ class HubModel:
         if self.is_timm:
             known = self.processor.data_config | ({"crop_pct": 1.0} if is_cropped else {})
             return import_module("timm.data").create_transform(**known)(image)
-        whole = {"do_resize": False, "do_center_crop": False} if is_cropped else {}
+        whole: Any = {"do_resize": False, "do_center_crop": False} if is_cropped else {}
         return self.processor(image, return_tensors="pt", **whole).pixel_values[0]
 
     def build(self, classes: list[str], is_read: bool) -> Any:

@@ -56,6 +56,7 @@ def test_the_metrics_of_an_interval_are_those_of_its_steps(monkeypatch: pytest.M
         return value
 
     steps = (passing(1, [Mock(weight=weight, data=989) for weight in (1.0, 0.0)]) for _ in range(6))
+    fetched: Any
     fetched, take = measure(run, steps, lambda *_: passing(3, StepResult({}, 0.0, [], torch.zeros(()))))
     for step in range(1, 7):
         run.is_logged = lambda step=step: step % 3 == 0
@@ -73,12 +74,12 @@ def test_a_process_that_the_others_wait_for_is_named_once(monkeypatch: pytest.Mo
     """By the medians of an interval of ten steps or more, of a second each, of which it has 0.2 for itself."""
     monkeypatch.setattr(performance, "peak_memory", lambda _: [0])
     monkeypatch.setattr(performance, "now", lambda _: Mock())
-    run, told = Mock(device=torch.device("cuda")), []
-    run.tell = told.append
+    told: list[str] = []
+    run = Mock(device=torch.device("cuda"), tell=told.append)
 
     def slowest(
         others: list[float], own: float = 0.2, steps: int = 10, spike: float = 0.0, named: Any = None
-    ) -> int | None:
+    ) -> float | None:
         def gathered(given: list[Any]) -> list[Any]:
             each = given * (len(others) + 1)
             return each if isinstance(given[0], str) else [given[0], *((0.1, 0.9, 0.0, other) for other in others)]

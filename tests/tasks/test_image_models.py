@@ -153,7 +153,7 @@ def test_each_kind_of_model_trains_and_its_export_sees_the_same(
     names, probabilities = task.state.data["classes"], []
     for file, _ in evaluation.samples:
         expected = logits(model, task, file)[0].softmax(0)
-        found = {guess["label"]: guess["score"] for guess in name(read_picture(file))}  # type: ignore[index, union-attr]
+        found = {guess["label"]: guess["score"] for guess in name(read_picture(file))}
         assert found == pytest.approx(dict(zip(names, expected.tolist(), strict=True)), rel=1e-5)
         probabilities.append(expected)
     losses = [-p[label].log() for p, label in zip(probabilities, evaluation.targets, strict=True)]
@@ -254,9 +254,8 @@ def test_a_norm_is_replaced_and_its_activation_stays(
 def test_timms_models_from_scratch_begin_as_timm_draws_them(colours: Path) -> None:
     """No file is read, and the Hub is not asked."""
     task = task_on(colours, "timm/test_efficientnet", weights="", size=32)
-    weights = [(model.conv_stem.weight.std() / 0.1).item() for model in (
-        task.build_model().timm_model, timm.create_model("test_efficientnet"),
-    )]  # fmt: skip
+    models: list[Any] = [task.build_model().timm_model, timm.create_model("test_efficientnet")]
+    weights = [(model.conv_stem.weight.std() / 0.1).item() for model in models]
     assert weights[0] == pytest.approx(weights[1], rel=0.2)
     assert task._hub.processor.data_config["mean"] == (0.485, 0.456, 0.406)
 

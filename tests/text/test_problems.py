@@ -201,8 +201,10 @@ LIST = 'label is not a list of distinct labels, such as ["a", "b"]: '
         (NUMBER, None, "label could not convert string to float: 'None'"),
         (NUMBER, True, "label could not convert string to float: 'True'"),
         (NUMBER, [1], "label could not convert string to float: '[1]'"),
-        (NUMBER, float("nan"), "label Out of range float values are not JSON compliant"),
-        (NUMBER, "inf", "label Out of range float values are not JSON compliant"),
+        (NUMBER, float("nan"), "label is no finite number in fp32: nan"),
+        (NUMBER, "inf", "label is no finite number in fp32: inf"),
+        (NUMBER, 1e39, "label is no finite number in fp32: 1e+39"),
+        (NUMBER, "1_000", "label could not convert string to float: '1 000'"),
         (ONE, ["a"], "label is list, not text"),
     ],
 )

@@ -264,7 +264,10 @@ def label_json(problem: str, value: Any) -> str:
     """Return a label of this problem as JSON: a list of names, as `label_text` returns them, or of a finite number. A
     text may be a number, or the JSON of a list. Raise a ValueError if it is none of these, or has a name twice."""
     if problem == "regression":
-        return json.dumps([float(str(value))], allow_nan=False)
+        number = float(str(value).replace("_", " "))  # Python would read 1_000
+        if not abs(number) <= np.finfo(np.float32).max:
+            raise ValueError(f"is no finite number in fp32: {number}")
+        return json.dumps([number])
     values = [value]
     if problem == "multi_label_classification":
         with reraised_as(ValueError, 'is not a list of distinct labels, such as ["a", "b"]: '):
