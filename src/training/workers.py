@@ -34,18 +34,9 @@ class Batches:
 def workers_if_any(
     config: Config, dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
 ) -> Iterator[Any] | None:
-    """Return what `load_in_workers` does; None without workers."""
-    return load_in_workers(config, dataset, batches, rank, epoch) if config.num_workers else None
-
-
-def load_in_workers(
-    config: Config, dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
-) -> Iterator[Any]:
-    """Yield the batches of these indices, collated.
-
-    Raises:
-        RuntimeError: a worker died.
-    """
+    """Return what yields the batches of these indices, collated by workers; None without workers."""
+    if not config.num_workers:
+        return None
     # seeds the random numbers that examples draw by themselves: different in each process and epoch
     seed = int(np.random.default_rng([config.seed, epoch, rank]).integers(2**63))
     loader: DataLoader[Any] = DataLoader(
@@ -61,6 +52,11 @@ def load_in_workers(
         # Python 3.14's default, a fork server, would outlive this process, and so would its workers
         multiprocessing_context="fork" if sys.platform == "linux" else None,
     )
+    return _without_errors(loader)
+
+
+def _without_errors(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the batches. Raise a worker's UserError or RunError here, and a RuntimeError if a worker died."""
     try:
         for batch in loader:
             if isinstance(batch, UserError | RunError):
