@@ -25,7 +25,7 @@ class Part:
     """The line of the closing block that says how to see the result; empty for none."""
 
     def __init__(self, run: Run, run_id: str) -> None:
-        self._run, self._id = run, run_id
+        self._run, self._id, self.folder = run, run_id, run.config.folder
 
     def is_on(self) -> bool:
         """Return whether the settings enable it."""
