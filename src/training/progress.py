@@ -147,10 +147,8 @@ class Progress:
         self._unread.append(result)
 
     def read_steps(self, accelerator: Accelerator, is_fp16: bool, max_bad_steps: int) -> bool:
-        """Count the steps added since the last call. Return whether `max_bad_steps` consecutive steps were non-finite.
-        Wait for the device. Collective."""
-        if not self._unread:
-            return False
+        """Count the steps added since the last call, at least one. Return whether `max_bad_steps` consecutive steps
+        were non-finite. Wait for the device. Collective."""
         results, self._unread = self._unread, []
         sums = loss_sums(accelerator, results)
         # one transfer for all of them; no collective, as all processes have the same norms
@@ -193,11 +191,13 @@ class Progress:
 
     def give_up(self, config: Config, is_fp16: bool, newest: Path | None) -> NoReturn:
         """Raise a RunError that explains why the run gives up. `newest` is the last checkpoint."""
-        fault = f"{config.max_bad_steps} consecutive steps had non-finite gradients and were skipped"
         advice = "lower optim.lr, set optim.max_grad_norm, or look for bad values in the data"
         if is_fp16:
             advice = "use bf16"
-        raise RunError(f"{fault}: {advice}; the last checkpoint is {newest or 'none'}")
+        raise RunError(
+            f"{config.max_bad_steps} consecutive steps had non-finite gradients and were skipped: {advice}; "
+            f"the last checkpoint is {newest or 'none'}"
+        )
 
     def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
         """Return the means over this interval, in which all processes together had `num_examples`, and the counts so
