@@ -59,13 +59,13 @@ def evaluate_batches(
         # a dummy batch has weight 0: it is only there because FSDP's forward pass is collective
         loss_sum += loss * batch.weight
         targets += batch.counts["targets"] * batch.weight
-        examples += batch.num_examples
         # keep nothing of a dummy, and all of any other batch but for kept_outputs
         for name, output in batch_outputs.items():
             wanted = task.kept_outputs.get(name, sys.maxsize) - seen
             if wanted > 0:  # an empty view would keep the batch in memory
                 outputs.setdefault(name, []).append(output[: min(wanted, batch.num_examples)])
         seen += batch.num_examples
+    examples += seen
     says = f"{type(task).__name__}.kept_outputs: evaluate returns no"
     raise_if_any(f"{says} {name!r}" for name in task.kept_outputs if name not in outputs)
     return Scores(totals, {name: torch.cat(of_batches) for name, of_batches in outputs.items()})
