@@ -190,11 +190,10 @@ def examples_in_cache(run: Run, stop: StopSignal) -> int:
 
     # the last example: where texts are sorted by length, the longest
     batch = _copy(fetch_batch(run.task, run.eval_set, [len(run.eval_set) - 1]), run.device)
+    hook = register_module_forward_hook(measure, with_kwargs=True)
     # compiled code would be compiled anew
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        hook = register_module_forward_hook(measure, with_kwargs=True)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), hook:
         run.task.evaluate(run.model, batch)
-        hook.remove()
     # as if all were on this machine: the same size wherever they are
     share = cache_size(run.device) // (4 * run.world_size)
     # machines may differ: all take the main process's number
@@ -225,12 +224,7 @@ def to_micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
 
 
 def _load(
-    run: Run,
-    dataset: Examples,
-    order: Indices,
-    global_batch_size: int,
-    micro_batch_size: int,
-    epoch: int = 0,
+    run: Run, dataset: Examples, order: Indices, global_batch_size: int, micro_batch_size: int, epoch: int = 0
 ) -> Steps:
     config = run.config
     sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.data_rank, run.data_size)
