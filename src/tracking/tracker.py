@@ -34,18 +34,15 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             # there may be secrets in a server's URL
             trackers = {title: masked(text) for title, text in parts.where.items() if text}
             self._session = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
-            self._open_log()
+            raise_if_any(planted(file := self.folder / "metrics.jsonl"))
+            self._metrics = file.open("a", buffering=1)  # writes whole lines
+            size = self._metrics.seek(0, os.SEEK_END)
+            # to its length at the checkpoint that the run resumes from
+            own = run.resume.own_state(run.config)
+            self._metrics.truncate(min(size, own.metrics_bytes if own else 0))
             self._write_settings()
             print_summary(run, parts.where)
         self._bar = bar(initial=run.progress.step, total=run.total_steps, smoothing=0.05, leave=True)
-
-    def _open_log(self) -> None:
-        """Open metrics.jsonl, truncated to its length at the checkpoint that the run resumes from."""
-        own = self._run.resume.own_state(self._run.config)
-        raise_if_any(planted(file := self.folder / "metrics.jsonl"))
-        self._metrics = file.open("a", buffering=1)  # writes whole lines
-        size = self._metrics.seek(0, os.SEEK_END)
-        self._metrics.truncate(min(size, own.metrics_bytes if own else 0))
 
     def _write_settings(self) -> None:
         """Write the run's settings, and remove the summary of an earlier session."""
