@@ -77,8 +77,8 @@ class MirroredStore(Store):
 
     def problems(self, checkpoint: Path) -> list[str]:
         """Return what is wrong with a checkpoint, after replacing it with the mirror's if anything was. Collective."""
-        if not (wrong := super().problems(checkpoint)):
-            return wrong
+        if not super().problems(checkpoint):
+            return []
         with local_main_process_first(self.accelerator), as_run_error(f"{self.url}: "):
             if self.is_first and checkpoint in self._mirrored():
                 self._fetch(checkpoint)

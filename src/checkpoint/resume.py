@@ -98,8 +98,7 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
                 "no valid checkpoint to resume from: choose another --resume, "
                 f"or move {config.folder} away to start over",
             )
-        is_begun = (config.folder / "metrics.jsonl").exists()
-        notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
+        notes = [f"starting over: {config.folder} has no checkpoint yet"] * (config.folder / "metrics.jsonl").exists()
         return ResumePoint(notes=notes, command=command)
     state, has_ended = broadcast_object_list([read_state(checkpoint), _has_ended(config)])
     done = "skipped and set aside" if config.saves else "skipped"
@@ -125,7 +124,7 @@ def load_checkpoint(run: Run) -> None:
     # The model was built from the same seed everywhere. From here on each process draws its own random numbers, such as
     # dropout masks. (numpy's seeds are below 2**32.)
     set_seed((run.config.seed + step + run.rank) % 2**32)
-    if checkpoint is None or saved is None:
+    if not (checkpoint and saved):
         return
     if step > run.total_steps:
         raise UserError(
@@ -133,9 +132,8 @@ def load_checkpoint(run: Run) -> None:
             f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
         )
     if run.is_fp16 and saved.origin.precision != "fp16":
-        run.progress.loss_scale = Progress().loss_scale
-    accepts_changes = run.config.checkpoint.accept_changes
-    run.resume.notes += require_same_origin(checkpoint, saved.origin, run.origin, accepts_changes)
+        run.progress.loss_scale = Progress.loss_scale
+    run.resume.notes += require_same_origin(checkpoint, saved.origin, run.origin, run.config.checkpoint.accept_changes)
     load_tensors(checkpoint, run.model, run.optimizers)
     # each process has its own dropout masks, which depend on the number of processes
     if saved.origin.num_processes == run.world_size:
