@@ -130,9 +130,9 @@ class RunSettings(Settings):
         """Return an error line for each metric in the settings that is not among the `names` of an evaluation's
         results."""
         chosen = {"checkpoint": self.checkpoint.metric, "early_stopping": self.early_stopping.metric}
-        known = ", ".join(names)
         return [
-            f"{setting}.metric={name}: the evaluation has no such metric{nearest(name, list(names))} ({known})"
+            f"{setting}.metric={name}: the evaluation has no such metric{nearest(name, list(names))} "
+            f"({', '.join(names)})"
             for setting, name in chosen.items()
             if name is not None and name not in names
         ]

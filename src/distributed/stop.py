@@ -30,8 +30,7 @@ class StopSignal:
         self._group: Any = None  # the default one
         # on a CPU that is gloo's already: each group has a thread that wakes up every 10 ms, also if it has no work
         if accelerator.device.type != "cpu" and not self._is_alone:
-            timeout = timedelta(minutes=config.timeout_minutes)
-            self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(minutes=config.timeout_minutes))
         self._request = self.begin_sum({})
 
     @property

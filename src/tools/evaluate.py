@@ -27,7 +27,7 @@ from src.distributed.process import exit_codes
 from src.tasks.base import Task
 from src.training.evaluation import evaluate_on_one_process, metrics_of
 
-MODEL_SETTINGS = ("model", "revision", "dropout", "lora", "architecture", "tokenizer")
+MODEL_SETTINGS = "model", "revision", "dropout", "lora", "architecture", "tokenizer"
 """Settings of tasks, and groups of settings, that would change the model."""
 
 

@@ -79,5 +79,5 @@ class Parts(contextlib.AbstractContextManager["Parts"]):
                 say(part.closing)
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        step = self._run.progress.step
-        self.end(None, f"step {step}: {type(error).__name__}: {cause(error)}" if error else None)
+        crash = f"step {self._run.progress.step}: {type(error).__name__}: {cause(error)}" if error else None
+        self.end(None, crash)

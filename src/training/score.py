@@ -4,7 +4,7 @@ import math
 import sys
 from typing import Literal
 
-LESS_IS_BETTER = ("loss", "perplexity")
+LESS_IS_BETTER = "loss", "perplexity"
 """Suffixes of the metrics for which less is better."""
 
 
