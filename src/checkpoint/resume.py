@@ -20,7 +20,7 @@ from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
 from src.config.environment import command_with
 from src.config.errors import UserError, raise_if_any
-from src.config.settings import Change, flatten, marked
+from src.config.settings import Change, flatten, setting_fields
 from src.distributed.accelerator import RunSetup
 from src.tasks.base import Examples, Task
 from src.training.progress import Progress
@@ -101,8 +101,7 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
         notes = [f"starting over: {config.folder} has no checkpoint yet"] * (config.folder / "metrics.jsonl").exists()
         return ResumePoint(notes=notes, command=command)
     state, has_ended = broadcast_object_list([read_state(checkpoint), _has_ended(config)])
-    done = "skipped and set aside" if config.saves else "skipped"
-    notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
+    notes = [f"skipped{' and set aside' * config.saves}: {path}, {why}" for path, why in damaged.items()]
     notes += note_changes(config, checkpoint, state.origin)
     then = dict(flatten(state.origin.settings))
     if any(then.get(f"early_stopping.{name}") != getattr(config.early_stopping, name) for name in ("metric", "mode")):
@@ -144,4 +143,6 @@ def _has_ended(config: Config) -> bool:
     """Return whether the run has reached the end that is now asked for, and has exported its model."""
     then, now = (dict(flatten(values)) for values in (saved_settings(config.folder), config.model_dump(mode="json")))
     is_there = all((config.folder / name).exists() for name in ("summary.json", "model"))
-    return is_there and all(then.get(name) == now.get(name) for name in marked(type(config), Change.REOPENS))
+    return is_there and all(
+        then.get(name) == now.get(name) for name, _, marks in setting_fields(type(config)) if Change.REOPENS in marks
+    )
