@@ -151,7 +151,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         early = run.config.early_stopping
         run.tell(
             f"done in {tqdm.format_interval(progress.seconds)}: {evaluation_line(evaluation)}",
-            *([progress.end_note(early)] if progress.is_out_of_patience(early) else []),
+            *[progress.end_note(early)] * progress.is_out_of_patience(early),
             f"  model      {shlex.quote(str(self.folder / 'model'))}",
             f"  log        {self.folder}/metrics.jsonl, summary.json, config.yaml",
         )

@@ -107,8 +107,7 @@ def epoch_order(run: Run, epoch: int, done: int) -> Indices:
 def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
     """Return this process's micro-batches for each optimizer step after step `first`, up to and including step `last`
     (None: the run's last one). Nothing is replayed."""
-    number = (run.total_steps if last is None else last) - first
-    return _on_device(run, islice(_steps_after(run, first), number))
+    return _on_device(run, islice(_steps_after(run, first), (last or run.total_steps) - first))
 
 
 def _steps_after(run: Run, first: int) -> Steps:
