@@ -113,14 +113,15 @@ def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
 def _steps_after(run: Run, first: int) -> Steps:
     """Yield this process's micro-batches for each step after step `first`, without end."""
     config = run.config
-    sizes = config.global_batch_size, config.forward_batch_size(run.data_size)
     # only the first epoch after a resume begins in its middle, with `done` > 0
     epoch, done = divmod(first, run.steps_per_epoch)
     while True:
         order = epoch_order(run, epoch, done)
         # a purpose of its own (1), so that augmentation is independent of the order
         augmented = config.task.augmented(run.train_set, epoch_seed(config, epoch, 1))
-        yield from _load(run, augmented, order, *sizes, epoch)
+        yield from _load(
+            run, augmented, order, config.global_batch_size, config.forward_batch_size(run.data_size), epoch
+        )
         epoch, done = epoch + 1, 0
 
 
