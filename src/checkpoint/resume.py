@@ -108,7 +108,7 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
         state.progress.best = None
         state.progress.evaluations_without_gain = 0
     point = ResumePoint(checkpoint=checkpoint, state=state, notes=notes, command=command)
-    point.is_finished = has_ended and point.is_own(config)
+    point.is_finished = has_ended and point.own_state(config) is not None
     return point
 
 
