@@ -218,11 +218,6 @@ def fetch_batch(task: Task, dataset: Any, indices: list[int]) -> Any:
     return task.collate(samples(dataset, indices))
 
 
-def to_micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
-    """Return a collated batch as a micro-batch."""
-    return MicroBatch(data, num_examples, task.count(data))
-
-
 def _load(
     run: Run, dataset: Examples, order: Indices, global_batch_size: int, micro_batch_size: int, epoch: int = 0
 ) -> Steps:
@@ -237,7 +232,7 @@ def _load(
         batches = load(config, dataset, wanted, run.data_rank, epoch) or batches
     for step in steps:
         # without indices the batch is a dummy: it has an example, but that counts for nothing
-        yield [to_micro_batch(config.task, next(batches), len(indices)) for indices in step]
+        yield [MicroBatch(data := next(batches), len(indices), config.task.count(data)) for indices in step]
 
 
 def _on_device(run: Run, steps: Steps) -> Steps:
