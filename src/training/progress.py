@@ -164,8 +164,8 @@ class Progress:
                 return True
         return False
 
-    def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> bool:
-        """Update the loss scale. Return whether the step was taken: the global norm decides, so all processes agree.
+    def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> None:
+        """Update the loss scale, and count whether the step was taken: the global norm decides, so all processes agree.
 
         In fp16 the loss is multiplied by `loss_scale`, so that small gradients don't underflow, and the scale is halved
         after each overflow: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of
@@ -179,7 +179,7 @@ class Progress:
             # try a larger scale again: one early overflow should not make small gradients underflow for good
             if is_fp16 and self.finite_in_a_row % GROWTH_INTERVAL == 0:
                 self.loss_scale *= 2
-            return True
+            return
         self.skipped += 1
         self.skipped_in_a_row += 1
         self.finite_in_a_row = 0
@@ -187,7 +187,6 @@ class Progress:
             self.loss_scale /= 2
             # an overflow is harmless as long as a smaller scale can help
             self.skipped_in_a_row = 0
-        return False
 
     def give_up(self, config: Config, is_fp16: bool, newest: Path | None) -> NoReturn:
         """Raise a RunError that explains why the run gives up. `newest` is the last checkpoint."""
