@@ -27,7 +27,7 @@ def fetch_or_error(task: Task, examples: Examples, indices: list[int]) -> Any:
 
 
 def workers_if_any(
-    config: Config, dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
+    config: Config[Task], dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
 ) -> Iterator[Any] | None:
     """Return what yields the batches of these indices, collated by workers; None without workers."""
     if not config.num_workers:
