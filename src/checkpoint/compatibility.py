@@ -35,7 +35,7 @@ def note_changes(config: Config, checkpoint: Path, then: RunInputs) -> list[str]
     unless that is accepted."""
     changed = changed_settings(config, then.settings)
     before, after = then.schedule_steps, config.schedule_steps(then.examples)
-    is_shorter = after < before and not changed.keys().isdisjoint(LENGTH_SETTINGS)
+    is_shorter = after < before and changed.keys() & LENGTH_SETTINGS
     wrong = {name: pair for name, pair in changed.items() if is_shorter or name not in LENGTH_SETTINGS}
     shorter = f" (the learning-rate schedule then spans {after} steps, not {before})" if is_shorter else ""
     if wrong and not config.checkpoint.accept_changes:
@@ -66,7 +66,7 @@ def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
     if not math.isclose(then, now, rel_tol=1e-6):
         raise UserError(
             f"{checkpoint} belongs to a different base model (norm of frozen weights: {then:.8g}, now {now:.8g}): "
-            f"name its old version by task.revision"
+            "name its old version by task.revision"
         )
 
 

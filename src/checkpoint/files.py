@@ -125,10 +125,10 @@ def write_text(file: Path, text: str) -> None:
     """Write the file whole or not at all, no matter when the process or the machine stops."""
     incomplete = incomplete_path(file)
     discard(incomplete)
-    with naming(incomplete), incomplete.open("xb") as stream:
-        stream.write(text.encode())
-        stream.flush()
-        os.fsync(stream.fileno())
+    with naming(incomplete):
+        with incomplete.open("xb") as stream:
+            stream.write(text.encode())
+        sync(incomplete)
     incomplete.replace(file)
 
 

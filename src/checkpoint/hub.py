@@ -16,11 +16,11 @@ def push_to_hub(config: Config) -> None:
     if not repository:
         return
     excluded = [f"{card.parent.name}/*" for card in folder.glob("*/README.md")]
-    options = (f"--exclude={pattern}" for pattern in excluded)
-    command = shlex.join(["hf", "upload", repository, str(folder), "--private", *options])
+    command = shlex.join(
+        ["hf", "upload", repository, str(folder), "--private", *(f"--exclude={pattern}" for pattern in excluded)]
+    )
     constants.HF_HUB_OFFLINE = False  # set if the Hub was unreachable at the start
-    says = f"push_to_hub={repository}: the run is complete, upload its model with `{command}`: "
-    with as_run_error(says):
+    with as_run_error(f"push_to_hub={repository}: the run is complete, upload its model with `{command}`: "):
         api = HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(

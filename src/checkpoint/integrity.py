@@ -13,7 +13,7 @@ from src.checkpoint.rng import restore_random_state
 from src.checkpoint.tensors import saved_tensors
 from src.config.errors import RunError, UserError
 
-RUN_COPIES = ("metrics.jsonl", "config.yaml")
+RUN_COPIES = "metrics.jsonl", "config.yaml"
 """Files of the run that a mirror keeps beside each checkpoint."""
 Damaged = dict[Path, str]
 """What is wrong with each damaged checkpoint."""

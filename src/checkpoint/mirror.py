@@ -40,25 +40,25 @@ class MirroredStore(Store):
         writable. Collective."""
         super().__init__(accelerator, config)
         self.url = f"{str(config.checkpoint.mirror).rstrip('/')}/{config.folder_name}"
-        probe = f"{INCOMPLETE}{os.urandom(8).hex()}"
+        probe, is_main = f"{INCOMPLETE}{os.urandom(8).hex()}", accelerator.is_main_process
         with as_user_error(f"checkpoint.mirror={config.checkpoint.mirror}: "):
             self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
             self._fs.auto_mkdir = True  # for file systems with folders
-            if accelerator.is_main_process:
+            if is_main:
                 self._fs.pipe_file(f"{self._root}/{probe}", b"probe")
-        if accelerator.is_main_process:
+        if is_main:
             (self.folder / probe).mkdir(parents=True)
         (probe,) = broadcast_object_list([probe])
         self._sees_main = (self.folder / probe).exists()
         """Whether this machine has the main process's disk."""
         disks = gather_object([self._sees_main])
         mirrors = gather_object([self._fs.exists(f"{self._root}/{probe}")])
-        if accelerator.is_main_process:
+        if is_main:
             (self.folder / probe).rmdir()
             self._fs.rm_file(f"{self._root}/{probe}")
         if not all(mirrors):
             raise UserError(f"checkpoint.mirror={config.checkpoint.mirror}: not the same place on all machines")
-        self.is_first = accelerator.is_local_main_process and (accelerator.is_main_process or not self._sees_main)
+        self.is_first = accelerator.is_local_main_process and (is_main or not self._sees_main)
         if not all(disks):
             self.timeout = timedelta(days=1)  # copies take their time
             self.shard = 0, 1  # each process verifies all files
@@ -77,8 +77,8 @@ class MirroredStore(Store):
 
     def problems(self, checkpoint: Path) -> list[str]:
         """Return what is wrong with a checkpoint, after replacing it with the mirror's if anything was. Collective."""
-        if not (wrong := super().problems(checkpoint)):
-            return wrong
+        if not super().problems(checkpoint):
+            return []
         with local_main_process_first(self.accelerator), as_run_error(f"{self.url}: "):
             if self.is_first and checkpoint in self._mirrored():
                 self._fetch(checkpoint)

@@ -16,7 +16,7 @@ from src.config.errors import UserError, as_user_error
 from src.config.terminal import say
 from src.distributed.process import SIGNALS
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb")
+RUN_FILES = "config.yaml", "metrics.jsonl", "summary.json", "model", "checkpoints", "wandb"
 """Files of a run in its output folder, except status.json, which even a run preempted at its start leaves."""
 LOCK = ".lock"
 ANOTHER_PLACE = "choose another --run_name or --output_dir"

@@ -20,7 +20,7 @@ from src.checkpoint.tensors import frozen_norm, load_tensors
 from src.config.config import Config
 from src.config.environment import command_with
 from src.config.errors import UserError, raise_if_any
-from src.config.settings import Change, flatten, marked
+from src.config.settings import Change, flatten, setting_fields
 from src.distributed.accelerator import RunSetup
 from src.tasks.base import Examples, Task
 from src.training.progress import Progress
@@ -98,19 +98,17 @@ def _check_compatible(config: Config, checkpoint: Path | None, damaged: Damaged)
                 "no valid checkpoint to resume from: choose another --resume, "
                 f"or move {config.folder} away to start over",
             )
-        is_begun = (config.folder / "metrics.jsonl").exists()
-        notes = [f"starting over: {config.folder} has no checkpoint yet"] if is_begun else []
+        notes = [f"starting over: {config.folder} has no checkpoint yet"] * (config.folder / "metrics.jsonl").exists()
         return ResumePoint(notes=notes, command=command)
     state, has_ended = broadcast_object_list([read_state(checkpoint), _has_ended(config)])
-    done = "skipped and set aside" if config.saves else "skipped"
-    notes = [f"{done}: {path}, {why}" for path, why in damaged.items()]
+    notes = [f"skipped{' and set aside' * config.saves}: {path}, {why}" for path, why in damaged.items()]
     notes += note_changes(config, checkpoint, state.origin)
     then = dict(flatten(state.origin.settings))
     if any(then.get(f"early_stopping.{name}") != getattr(config.early_stopping, name) for name in ("metric", "mode")):
         state.progress.best = None
         state.progress.evaluations_without_gain = 0
     point = ResumePoint(checkpoint=checkpoint, state=state, notes=notes, command=command)
-    point.is_finished = has_ended and point.is_own(config)
+    point.is_finished = has_ended and point.own_state(config) is not None
     return point
 
 
@@ -125,7 +123,7 @@ def load_checkpoint(run: Run) -> None:
     # The model was built from the same seed everywhere. From here on each process draws its own random numbers, such as
     # dropout masks. (numpy's seeds are below 2**32.)
     set_seed((run.config.seed + step + run.rank) % 2**32)
-    if checkpoint is None or saved is None:
+    if not (checkpoint and saved):
         return
     if step > run.total_steps:
         raise UserError(
@@ -133,9 +131,8 @@ def load_checkpoint(run: Run) -> None:
             f"epochs={run.config.epochs} and max_steps={run.config.max_steps} make {run.total_steps}"
         )
     if run.is_fp16 and saved.origin.precision != "fp16":
-        run.progress.loss_scale = Progress().loss_scale
-    accepts_changes = run.config.checkpoint.accept_changes
-    run.resume.notes += require_same_origin(checkpoint, saved.origin, run.origin, accepts_changes)
+        run.progress.loss_scale = Progress.loss_scale
+    run.resume.notes += require_same_origin(checkpoint, saved.origin, run.origin, run.config.checkpoint.accept_changes)
     load_tensors(checkpoint, run.model, run.optimizers)
     # each process has its own dropout masks, which depend on the number of processes
     if saved.origin.num_processes == run.world_size:
@@ -146,4 +143,6 @@ def _has_ended(config: Config) -> bool:
     """Return whether the run has reached the end that is now asked for, and has exported its model."""
     then, now = (dict(flatten(values)) for values in (saved_settings(config.folder), config.model_dump(mode="json")))
     is_there = all((config.folder / name).exists() for name in ("summary.json", "model"))
-    return is_there and all(then.get(name) == now.get(name) for name in marked(type(config), Change.REOPENS))
+    return is_there and all(
+        then.get(name) == now.get(name) for name, _, marks in setting_fields(type(config)) if Change.REOPENS in marks
+    )

@@ -31,19 +31,19 @@ def write_stopped(folder: Path, reason: str, step: int, checkpoint: Path | None,
 
 def answer_at_start(config: Config, resume: ResumePoint, is_main: bool) -> None:
     """Make a signal end the run at once until the loop begins, as there is nothing to save."""
+
+    def stop() -> NoReturn:
+        with WRITING:  # never released: nothing else may be written
+            write_stopped(config.folder, str(SIGNALS.name), resume.progress.step, resume.checkpoint, resume.command)
+            end_launcher()
+            os._exit(0)  # whatever the main thread is doing
+
     if not config.saves:
         SIGNALS.release()
         if SIGNALS.name:  # one that came during the imports
             SIGNALS.die()
     elif is_main:
-        SIGNALS.answer_by(lambda: _stop_at_start(config, resume))
-
-
-def _stop_at_start(config: Config, resume: ResumePoint) -> NoReturn:
-    with WRITING:  # never released: nothing else may be written
-        write_stopped(config.folder, str(SIGNALS.name), resume.progress.step, resume.checkpoint, resume.command)
-        end_launcher()
-        os._exit(0)  # whatever the main thread is doing
+        SIGNALS.answer_by(stop)
 
 
 def write_status(folder: Path, status: Json) -> None:

@@ -68,9 +68,12 @@ class Store:
         """Return the checkpoints whose step was evaluated, sorted by checkpoint.metric, best first; ties keep their
         order."""
         metric, mode = self.config.checkpoint.metric, self.config.checkpoint.mode
-        results = {path: evaluations.get(step_of(path), {}) for path in checkpoints}
-        evaluated = [path for path in checkpoints if metric in results[path]]
-        return sorted(evaluated, key=lambda path: score(results[path][metric], metric, mode), reverse=True)
+        scores = {
+            path: score(results[metric], metric, mode)
+            for path in checkpoints
+            if metric in (results := evaluations.get(step_of(path), {}))
+        }
+        return sorted(scores, key=scores.__getitem__, reverse=True)
 
 
 def local_store(accelerator: Accelerator, config: Config) -> contextlib.AbstractContextManager[Store]:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import extract_model_from_parallel, gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.checkpoint.files import reading
@@ -27,7 +26,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended f
 def model_tensors(model: nn.Module) -> Tensors:
     """Return trained parameters, tied ones once, and persistent buffers as `model.<name>`; under FSDP, this process's
     shards. Frozen parameters, which dwarf adapters, are left out: `build_model` restores them."""
-    unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
+    unwrapped = extract_model_from_parallel(model)
     # has the persistent buffers, including those of frozen weights, such as the scales of 4-bit weights
     state = unwrapped.state_dict()
     trained = {f"model.{name}": weight for name, weight in unwrapped.named_parameters() if weight.requires_grad}
@@ -37,22 +36,22 @@ def model_tensors(model: nn.Module) -> Tensors:
 def run_tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors:
     """Return the model's tensors and the optimizers' state, as `optimizer.<name>.<state>`."""
     tensors = model_tensors(model)
-    names = {id(tensor): name.removeprefix("model.") for name, tensor in tensors.items()}
+    names = {tensor: name.removeprefix("model.") for name, tensor in tensors.items()}
     for optimizer in optimizers:
         for parameter, states in optimizer.state.items():
             for key, state in states.items():
                 assert isinstance(state, Tensor), f"{type(optimizer).__name__} keeps {key} as {type(state).__name__}"
-                tensors[f"optimizer.{names[id(parameter)]}.{key}"] = state
+                tensors[f"optimizer.{names[parameter]}.{key}"] = state
     return tensors
 
 
 def rank_state_dict(tensors: Tensors, rank: int, world_size: int) -> Tensors:
     """Return what process `rank` saves: its shards and, of tensors that all processes hold, such as the whole model
     under DDP, every world_size-th by size. Buffers may differ; the first process saves them, as DDP uses its own."""
-    replicated = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    replicated = {name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     buffers = {n for n in replicated if n.startswith("model.") and not isinstance(tensors[n], nn.Parameter)}
-    shared = sorted(set(replicated) - buffers, key=lambda name: (-tensors[name].numel(), name))
-    elsewhere = {*shared} - {*shared[rank::world_size]} | (buffers if rank else set())
+    shared = sorted(replicated - buffers, key=lambda name: (-tensors[name].numel(), name))
+    elsewhere = replicated.difference(shared[rank::world_size], () if rank else buffers)
     return {name: tensor.detach() for name, tensor in tensors.items() if name not in elsewhere}
 
 

@@ -30,7 +30,7 @@ class LaunchEnv:
             self.cp_size * _size("PARALLELISM_CONFIG_DP_SHARD_SIZE") * _size("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
         )
         """Number of processes that the yaml's parallelism_config describes; 1 without."""
-        switches = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP")
+        switches = "ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP"
         self.cpu, self.fsdp = (os.environ.get(name, "").lower() == "true" for name in switches)
         self.precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         """Mixed precision: no, bf16, fp16 or fp8."""

@@ -102,7 +102,14 @@ class RunSettings(Settings):
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
-        yield from self._batch_errors()
+        size, micro, launch = self.global_batch_size, self.micro_batch_size, LaunchEnv()
+        unit = (micro or 1) * max(1, launch.world_size // launch.cp_size)
+        if size % unit:
+            split_over = processes(launch.world_size, launch.cp_size)
+            product = f"{micro} (micro_batch_size) x {split_over} = {unit}" if micro else split_over
+            below = size // unit * unit
+            sizes = f"{below} or {below + unit}".removeprefix("0 or ")
+            yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
         if re.search(rf"^/|(^|/)\.\.(/|$)|{CONTROL}", self.run_name):
             yield f"run_name={self.run_name}: leads out of its folder, or has control characters"
         if not (self.epochs or self.max_steps):
@@ -115,16 +122,6 @@ class RunSettings(Settings):
             further = getattr(self.task, "eval_datasets", ())
             known += [f"{metric}_{name}" for name in further for metric in ("eval/loss", "eval/accuracy")]
             yield from self.metric_errors(known)
-
-    def _batch_errors(self) -> Iterator[str]:
-        size, micro, launch = self.global_batch_size, self.micro_batch_size, LaunchEnv()
-        unit = (micro or 1) * max(1, launch.world_size // launch.cp_size)
-        if size % unit:
-            split_over = processes(launch.world_size, launch.cp_size)
-            product = f"{micro} (micro_batch_size) x {split_over} = {unit}" if micro else split_over
-            below = size // unit * unit
-            sizes = f"{below} or {below + unit}".removeprefix("0 or ")
-            yield f"global_batch_size={size}: not a multiple of {product}; nearest that are: global_batch_size={sizes}"
 
     def length_errors(self, examples: int) -> Iterator[str]:
         """Yield an error line for each setting that does not fit a run with this many examples per epoch."""

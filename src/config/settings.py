@@ -187,18 +187,12 @@ def setting_fields(
             yield prefix + name, field, marks
 
 
-def marked(model: type[Settings], mark: Change) -> set[str]:
-    """Return the dotted names of the settings that have this mark, or whose group has it."""
-    return {name for name, _, marks in setting_fields(model) if mark in marks}
-
-
 def help_lines(model: type[Settings], defaults: Values) -> Iterator[str]:
     """Yield the settings as `--help` shows them: name, default, choices and documentation. `defaults` replace those of
     the model."""
     for name, field, _ in setting_fields(model):
         default = write_yaml(defaults.get(name, field.get_default()), is_in_one_line=True)
-        is_choice = get_origin(field.annotation) is Literal
-        choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" if is_choice else ""
+        choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" * (get_origin(field.annotation) is Literal)
         yield f"  --{name}={default.splitlines()[0]}{choices}"
         yield from (f"        {line}" for line in wrap(field.description or "", 72))
 

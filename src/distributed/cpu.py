@@ -27,18 +27,16 @@ small Llama's step would take twice as long.) Keep up to 32 MiB at the heap's en
 def tune_for_cpu(model: nn.Module, is_sharded: bool = False) -> list[str]:
     """Speed up this process and `model`, in place: its layers change their class but keep their names. Save memory
     rather than time if FSDP will shard it (`is_sharded`). Return what was done, for the start-up summary."""
-    done = []
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     # Keeping freed memory saves 6,000 page faults per step of the MNIST CNN, a quarter to a third of its time.
     # Under FSDP, gathered weights would pile up.
     settings = GIVE_BACK if is_sharded else KEEP
-    if mallopt and all(mallopt(*setting) for setting in settings.items()):
-        done.append(f"glibc {'returns' if is_sharded else 'keeps'} freed memory")
+    is_set = mallopt and all(mallopt(*setting) for setting in settings.items())
     # Replace the layers' class, as fully_shard does, not the layers, so that hooks stay. Leave subclasses alone, as
     # their forward may differ.
     for layer in model.modules():
         layer.__class__ = FASTER.get(type(layer), type(layer))
-    return done
+    return [f"glibc {'returns' if is_sharded else 'keeps'} freed memory"] if is_set else []
 
 
 class Conv2d(nn.Conv2d):

@@ -23,7 +23,7 @@ from src.config.errors import UserError, as_user_error, cause
 from src.config.settings import nearest, read_yaml
 from src.tasks.base import Task
 
-SWITCHES = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
+SWITCHES = "ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_"
 """Prefixes of variables that only the launcher should set, from the yaml. Set in the shell, they change what the yaml
 asks for."""
 

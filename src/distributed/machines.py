@@ -20,7 +20,7 @@ from src.config.settings import flatten
 from src.distributed.accelerator import machine_differences
 from src.distributed.process import SIGNALS, num_machines
 
-SET_BY_THE_YAML = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+SET_BY_THE_YAML = "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"
 """Prefixes of environment variables that the launcher sets from the yaml."""
 
 

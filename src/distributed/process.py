@@ -23,8 +23,8 @@ from src.config.terminal import say, visible
 GRACE_SECONDS = 5.0
 """Seconds to wait before reporting an error that may only be a symptom of another process's failure: meanwhile, the
 launcher ends this process."""
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+DISK_ERRORS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 LAUNCHER_VARIABLES = {"ACCELERATE_DYNAMO_BACKEND", "TORCHELASTIC_RUN_ID"}
 """Environment variables that only accelerate's and torch's launchers set, and always do."""
 LAUNCHERS = {"accelerate", "accelerate-launch", "accelerate.commands.launch", "torchrun", "torch.distributed.run"}

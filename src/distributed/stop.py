@@ -24,8 +24,7 @@ class StopSignal:
 
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
         SIGNALS.answer_by(None)  # from now on, the loop answers them
-        self._max_hours = config.max_hours
-        self._deadline = SIGNALS.since + (config.max_hours or math.inf) * 3600
+        self._max_hours = config.max_hours or math.inf
         self._is_alone = accelerator.num_processes == 1
         self.group: Any = None
         """Of its sums; None: the default one."""
@@ -38,7 +37,8 @@ class StopSignal:
     @property
     def reason(self) -> str | None:
         """Return why this process should stop; None if it need not."""
-        return SIGNALS.name or (f"max_hours={self._max_hours:g}" if time.monotonic() > self._deadline else None)
+        is_due = time.monotonic() - SIGNALS.since > 3600 * self._max_hours
+        return SIGNALS.name or (f"max_hours={self._max_hours:g}" if is_due else None)
 
     def begin_sum(self, values: Sums) -> Callable[[], tuple[Sums, bool]]:
         """Begin to sum the values, whose names are the same on all processes. Return a function that waits for the

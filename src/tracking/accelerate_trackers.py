@@ -42,7 +42,7 @@ class TensorBoard(AcceleratePart):
     tracker, title = "tensorboard", "TB"
 
     def start(self) -> None:
-        self.where = str(self._run.config.folder / "tensorboard")
+        self.where = str(self.folder / "tensorboard")
         self.closing = f"  TB         {BIN}tensorboard --logdir {shlex.quote(self.where)}"
         # hide the steps that a killed session had logged and this one takes again
         self._tracker = TensorBoardTracker("", logging_dir=self.where, purge_step=self._run.progress.step + 1)

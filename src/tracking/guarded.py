@@ -3,7 +3,6 @@
 import contextlib
 import io
 from collections.abc import Callable
-from pathlib import Path
 from queue import Queue
 from threading import Event, Thread
 from typing import Any
@@ -26,11 +25,6 @@ class TrackerPart(Part):
 
     tracker = ""
     """Its name in the setting `trackers`."""
-
-    @property
-    def folder(self) -> Path:
-        """Return the run's folder."""
-        return self._run.config.folder
 
     def is_on(self) -> bool:
         return self.tracker in self._run.config.trackers

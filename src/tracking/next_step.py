@@ -14,4 +14,4 @@ class NextStep(Part):
     def end(self, summary: Entry | None, crash: str | None) -> None:
         if summary:
             word, module = self._run.task.next_step
-            self.closing = f"  {word:<10} {BIN}python -m {module} {shlex.quote(str(self._run.config.folder))}"
+            self.closing = f"  {word:<10} {BIN}python -m {module} {shlex.quote(str(self.folder))}"

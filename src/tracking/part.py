@@ -25,7 +25,7 @@ class Part:
     """The line of the closing block that says how to see the result; empty for none."""
 
     def __init__(self, run: Run, run_id: str) -> None:
-        self._run, self._id = run, run_id
+        self._run, self._id, self.folder = run, run_id, run.config.folder
 
     def is_on(self) -> bool:
         """Return whether the settings enable it."""
@@ -79,5 +79,5 @@ class Parts(contextlib.AbstractContextManager["Parts"]):
                 say(part.closing)
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        step = self._run.progress.step
-        self.end(None, f"step {step}: {type(error).__name__}: {cause(error)}" if error else None)
+        crash = f"step {self._run.progress.step}: {type(error).__name__}: {cause(error)}" if error else None
+        self.end(None, crash)

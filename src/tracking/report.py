@@ -97,10 +97,9 @@ class Report(Part):
 
     def end(self, summary: Entry | None, crash: str | None) -> None:
         if summary:
-            folder = self._run.config.folder
             try:
-                write_report([folder], folder / "report.html")
-                self.closing = f"  report     {folder}/report.html"
+                write_report([self.folder], self.folder / "report.html")
+                self.closing = f"  report     {self.folder}/report.html"
             except Exception as error:  # no reason to fail a finished run
                 self.closing = f"  report     none: {cause(error)}"
 

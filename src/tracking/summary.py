@@ -52,8 +52,11 @@ def _optimizer(config: Config) -> str:
     """Return the settings of the optimizer that matter most, with * after each default."""
     own = config.task.run_defaults(dict(flatten(config.model_dump())))
     values, defaults = dict(config.optim), {f"optim.{name}": value for name, value in Optim()} | own
-    shown = {name: write_yaml(values[name], is_in_one_line=True).splitlines()[0] for name in SHOWN}
-    settings = (f"{name}={text}{'*' * (values[name] == defaults[f'optim.{name}'])}" for name, text in shown.items())
+    settings = (
+        f"{name}={write_yaml(values[name], is_in_one_line=True).splitlines()[0]}"
+        f"{'*' * (values[name] == defaults[f'optim.{name}'])}"
+        for name in SHOWN
+    )
     return f"{', '.join(settings)}  (* the default)"
 
 

@@ -37,29 +37,25 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             # there may be secrets in a server's URL
             trackers = {title: masked(text) for title, text in parts.where.items() if text}
             self._session = {"date": run.task.state.date, "commit": _commit(), "trackers": trackers}
-            self._open_log()
-            self._write_settings()
+            self._begin()
             print_summary(run, parts.where)
         self._bar = bar(initial=run.progress.step, total=run.total_steps, smoothing=0.05, leave=True)
 
-    def _open_log(self) -> None:
-        """Open metrics.jsonl, truncated to its length at the checkpoint that the run resumes from."""
-        own = self._run.resume.own_state(self._run.config)
+    def _begin(self) -> None:
+        """Open metrics.jsonl, truncated to its length at the checkpoint that the run resumes from. Write the run's
+        settings, and remove the summary of an earlier session."""
+        config, resume = self._run.config, self._run.resume
+        own = resume.own_state(config)
         raise_if_any(planted(file := self.folder / "metrics.jsonl"))
         self._metrics = file.open("a", buffering=1)  # writes whole lines
         size = self._metrics.seek(0, os.SEEK_END)
         self._metrics.truncate(min(size, own.metrics_bytes if own else 0))
-
-    def _write_settings(self) -> None:
-        """Write the run's settings, and remove the summary of an earlier session."""
-        config, resume = self._run.config, self._run.resume
-        is_own = resume.is_own(config)
-        parent = saved_settings(self.folder).get("resume") if is_own else parent_checkpoint(config)
+        parent = saved_settings(self.folder).get("resume") if own else parent_checkpoint(config)
         settings = config.model_dump(mode="json") | {"resume": str(parent or config.resume)}
         if "{run_name}" not in config.output_dir:
             del settings["output_dir"]  # a run with these settings and another name must not write into this folder
         write_text(self.folder / "config.yaml", write_yaml(settings))
-        write_unfinished(self.folder, resume.checkpoint if is_own else None)
+        write_unfinished(self.folder, resume.checkpoint if own else None)
         (self.folder / "summary.json").unlink(missing_ok=True)
 
     def advance(self) -> None:
@@ -159,7 +155,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         early = run.config.early_stopping
         run.tell(
             f"done in {tqdm.format_interval(progress.seconds)}: {evaluation_line(evaluation)}",
-            *([progress.end_note(early)] if progress.is_out_of_patience(early) else []),
+            *[progress.end_note(early)] * progress.is_out_of_patience(early),
             f"  model      {shlex.quote(str(self.folder / 'model'))}",
             f"  log        {self.folder}/metrics.jsonl, summary.json, config.yaml",
         )

@@ -46,13 +46,12 @@ class WandbPart(TrackerPart):
         config = self._run.config
         mode, why = config.wandb.chosen_mode, "as set"
         defaults = {
-            "SAVE_CODE": "true",
-            "PROJECT": "accelerate-template",
-            "NAME": config.run_name,
-            "DIR": config.folder,
+            "WANDB_SAVE_CODE": "true",
+            "WANDB_PROJECT": "accelerate-template",
+            "WANDB_NAME": config.run_name,
+            "WANDB_DIR": str(config.folder),
         }
-        for name, value in defaults.items():
-            os.environ.setdefault(f"WANDB_{name}", str(value))
+        os.environ |= defaults | os.environ  # what is set stays
         init = partial(
             wandb.init,
             # what is None has the value of its environment variable

@@ -8,7 +8,6 @@ example left computes on a dummy batch of weight 0, because FSDP's forward and b
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import islice, tee
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from src.training.progress import StepResult
 from src.training.run import Run
 from src.training.workers import workers_if_any
 
-LOADERS: list[Callable[[Config, Examples, Iterator[list[int]], int, int], Iterator[Any] | None]] = [
+LOADERS: list[Callable[[Config[Task], Examples, Iterator[list[int]], int, int], Iterator[Any] | None]] = [
     # functions that load batches elsewhere than in the process itself, if the settings ask for that
     workers_if_any,
 ]
@@ -107,21 +106,21 @@ def epoch_order(run: Run, epoch: int, done: int) -> Indices:
 def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
     """Return this process's micro-batches for each optimizer step after step `first`, up to and including step `last`
     (None: the run's last one). Nothing is replayed."""
-    number = (run.total_steps if last is None else last) - first
-    return _on_device(run, islice(_steps_after(run, first), number))
+    return _on_device(run, islice(_steps_after(run, first), (last or run.total_steps) - first))
 
 
 def _steps_after(run: Run, first: int) -> Steps:
     """Yield this process's micro-batches for each step after step `first`, without end."""
     config = run.config
-    sizes = config.global_batch_size, config.forward_batch_size(run.data_size)
     # only the first epoch after a resume begins in its middle, with `done` > 0
     epoch, done = divmod(first, run.steps_per_epoch)
     while True:
         order = epoch_order(run, epoch, done)
         # a purpose of its own (1), so that augmentation is independent of the order
         augmented = config.task.augmented(run.train_set, epoch_seed(config, epoch, 1))
-        yield from _load(run, augmented, order, *sizes, epoch)
+        yield from _load(
+            run, augmented, order, config.global_batch_size, config.forward_batch_size(run.data_size), epoch
+        )
         epoch, done = epoch + 1, 0
 
 
@@ -190,11 +189,10 @@ def examples_in_cache(run: Run, stop: StopSignal) -> int:
 
     # the last example: where texts are sorted by length, the longest
     batch = _copy(fetch_batch(run.task, run.eval_set, [len(run.eval_set) - 1]), run.device)
+    hook = register_module_forward_hook(measure, with_kwargs=True)
     # compiled code would be compiled anew
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        hook = register_module_forward_hook(measure, with_kwargs=True)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), hook:
         run.task.evaluate(run.model, batch)
-        hook.remove()
     # as if all were on this machine: the same size wherever they are
     share = cache_size(run.device) // (4 * run.world_size)
     # machines may differ: all take the main process's number
@@ -219,18 +217,8 @@ def fetch_batch(task: Task, dataset: Any, indices: list[int]) -> Any:
     return task.collate(samples(dataset, indices))
 
 
-def to_micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
-    """Return a collated batch as a micro-batch."""
-    return MicroBatch(data, num_examples, task.count(data))
-
-
 def _load(
-    run: Run,
-    dataset: Examples,
-    order: Indices,
-    global_batch_size: int,
-    micro_batch_size: int,
-    epoch: int = 0,
+    run: Run, dataset: Examples, order: Indices, global_batch_size: int, micro_batch_size: int, epoch: int = 0
 ) -> Steps:
     config = run.config
     sampler = ShardedBatchSampler(order, global_batch_size, micro_batch_size, run.data_rank, run.data_size)
@@ -243,29 +231,30 @@ def _load(
         batches = load(config, dataset, wanted, run.data_rank, epoch) or batches
     for step in steps:
         # without indices the batch is a dummy: it has an example, but that counts for nothing
-        yield [to_micro_batch(config.task, next(batches), len(indices)) for indices in step]
+        yield [MicroBatch(data := next(batches), len(indices), config.task.count(data)) for indices in step]
 
 
 def _on_device(run: Run, steps: Steps) -> Steps:
     """Return the steps with their data on the device. On a GPU, a thread collates and copies the next step's data while
     the device computes."""
+    device = run.device
+
+    def copy(step: list[MicroBatch]) -> list[MicroBatch]:
+        # Each thread has its own current device, initially the first GPU. The device of a single process has no index,
+        # and torch refuses to set that.
+        if device.index is not None:
+            torch.accelerator.set_device_index(device)
+        return [batch._replace(data=_copy(batch.data, device)) for batch in step]
+
     # a CPU needs no copy, and collating in the background would take cores from computing
-    if run.device.type == "cpu":
+    if device.type == "cpu":
         return steps
-    copied = map(partial(_copy_step, device=run.device), steps)
+    copied = map(copy, steps)
     # a replay takes the host 0.17 ms, less than a second thread waits for the interpreter
     if getattr(run.config, "cuda_graphs", False):
         return copied
     # 10.3 ms a step instead of 12.2, where collating 4 x 4,096 packed tokens takes 2.0 ms
     return in_background(copied)
-
-
-def _copy_step(step: list[MicroBatch], device: torch.device) -> list[MicroBatch]:
-    # Each thread has its own current device, initially the first GPU. The device of a single process has no index, and
-    # torch refuses to set that.
-    if device.index is not None:
-        torch.accelerator.set_device_index(device)
-    return [batch._replace(data=_copy(batch.data, device)) for batch in step]
 
 
 def _copy(data: Any, device: torch.device) -> Any:

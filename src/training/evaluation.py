@@ -16,7 +16,7 @@ from src.distributed.accelerator import sum_dtype
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Metrics, Table, Task, Tensors
 from src.tasks.task_checks import require_right
-from src.training.batches import MicroBatch, fetch_batch, to_micro_batch
+from src.training.batches import MicroBatch, fetch_batch
 from src.training.run import Run
 
 
@@ -62,13 +62,13 @@ def evaluate_batches(
         # a dummy batch has weight 0: it is only there because FSDP's forward pass is collective
         loss_sum += loss * batch.weight
         targets += batch.counts["targets"] * batch.weight
-        examples += batch.num_examples
         # keep nothing of a dummy, and all of any other batch but for kept_outputs
         for name, output in batch_outputs.items():
             wanted = task.kept_outputs.get(name, sys.maxsize) - seen
             if wanted > 0:  # an empty view would keep the batch in memory
                 outputs.setdefault(name, []).append(output[: min(wanted, batch.num_examples)])
         seen += batch.num_examples
+    examples += seen
     says = f"{type(task).__name__}.kept_outputs: evaluate returns no"
     raise_if_any(f"{says} {name!r}" for name in task.kept_outputs if name not in outputs)
     return Scores(totals, {name: torch.cat(of_batches) for name, of_batches in outputs.items()})
@@ -81,7 +81,7 @@ def evaluate_on_one_process(
     targets of the whole dataset, and the outputs of Task.evaluate by name, on the CPU."""
     # in the dataset's order; `evaluation_batches` needs a Run, which the tool does not have
     parts = BatchSampler(range(len(dataset)), batch_size, drop_last=False)
-    batches = (to_micro_batch(task, fetch_batch(task, dataset, part), len(part)) for part in parts)
+    batches = (MicroBatch(data := fetch_batch(task, dataset, part), len(part), task.count(data)) for part in parts)
     on_device = (batch._replace(data=send_to_device(batch.data, device)) for batch in batches)
     scores = evaluate_batches(task, model, on_device, device)
     assert scores  # None only if a StopSignal ends it

@@ -147,10 +147,8 @@ class Progress:
         self._unread.append(result)
 
     def read_steps(self, accelerator: Accelerator, is_fp16: bool, max_bad_steps: int) -> bool:
-        """Count the steps added since the last call. Return whether `max_bad_steps` consecutive steps were non-finite.
-        Wait for the device. Collective."""
-        if not self._unread:
-            return False
+        """Count the steps added since the last call, at least one. Return whether `max_bad_steps` consecutive steps
+        were non-finite. Wait for the device. Collective."""
         results, self._unread = self._unread, []
         sums = loss_sums(accelerator, results)
         # one transfer for all of them; no collective, as all processes have the same norms
@@ -166,8 +164,8 @@ class Progress:
                 return True
         return False
 
-    def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> bool:
-        """Update the loss scale. Return whether the step was taken: the global norm decides, so all processes agree.
+    def update_loss_scale(self, grad_norm: float, is_fp16: bool) -> None:
+        """Update the loss scale, and count whether the step was taken: the global norm decides, so all processes agree.
 
         In fp16 the loss is multiplied by `loss_scale`, so that small gradients don't underflow, and the scale is halved
         after each overflow: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740. The constants are those of
@@ -181,7 +179,7 @@ class Progress:
             # try a larger scale again: one early overflow should not make small gradients underflow for good
             if is_fp16 and self.finite_in_a_row % GROWTH_INTERVAL == 0:
                 self.loss_scale *= 2
-            return True
+            return
         self.skipped += 1
         self.skipped_in_a_row += 1
         self.finite_in_a_row = 0
@@ -189,15 +187,16 @@ class Progress:
             self.loss_scale /= 2
             # an overflow is harmless as long as a smaller scale can help
             self.skipped_in_a_row = 0
-        return False
 
     def give_up(self, config: Config, is_fp16: bool, newest: Path | None) -> NoReturn:
         """Raise a RunError that explains why the run gives up. `newest` is the last checkpoint."""
-        fault = f"{config.max_bad_steps} consecutive steps had non-finite gradients and were skipped"
         advice = "lower optim.lr, set optim.max_grad_norm, or look for bad values in the data"
         if is_fp16:
             advice = "use bf16"
-        raise RunError(f"{fault}: {advice}; the last checkpoint is {newest or 'none'}")
+        raise RunError(
+            f"{config.max_bad_steps} consecutive steps had non-finite gradients and were skipped: {advice}; "
+            f"the last checkpoint is {newest or 'none'}"
+        )
 
     def training_metrics(self, num_examples: int, is_fp16: bool) -> dict[str, float | None]:
         """Return the means over this interval, in which all processes together had `num_examples`, and the counts so

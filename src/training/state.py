@@ -75,11 +75,8 @@ class ResumePoint:
         where = f"from {self.checkpoint}, saved under {state.origin.strategy} x {state.origin.num_processes}"
         return f"after step {state.progress.step:,}, {where}"
 
-    def is_own(self, config: Config) -> bool:
-        """Return whether the checkpoint is one of this output folder's run, not of another run that it branches off."""
-        own = config.folder / "checkpoints"  # may be a link to another disk
-        return self.checkpoint is not None and self.checkpoint.parent.resolve() == own.resolve()
-
     def own_state(self, config: Config) -> RunState | None:
         """Return the saved state of this output folder's run; None if the run is new or branches off another one."""
-        return self.state if self.is_own(config) else None
+        own = config.folder / "checkpoints"  # may be a link to another disk
+        is_own = self.checkpoint and self.checkpoint.parent.resolve() == own.resolve()
+        return self.state if is_own else None

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,42 +17,27 @@ from src.distributed.process import end_with_parent
 from src.tasks.base import Examples, Task, samples
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Collated batches by the indices of their examples: the dataset of a DataLoader that doesn't batch."""
-
-    task: Task
-    examples: Examples
-
-    def __getitem__(self, indices: list[int]) -> Any:
-        try:
-            return self.task.collate(samples(self.examples, indices))
-        except (UserError, RunError) as error:
-            return error  # for the training process: raised here, it would arrive with a traceback in its message
+def fetch_or_error(task: Task, examples: Examples, indices: list[int]) -> Any:
+    """Return these examples, collated, or an error for the training process: raised here, it would arrive with a
+    traceback in its message."""
+    try:
+        return task.collate(samples(examples, indices))
+    except (UserError, RunError) as error:
+        return error
 
 
 def workers_if_any(
-    config: Config, dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
+    config: Config[Task], dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
 ) -> Iterator[Any] | None:
-    """Return what `load_in_workers` does; None without workers."""
-    return load_in_workers(config, dataset, batches, rank, epoch) if config.num_workers else None
-
-
-def load_in_workers(
-    config: Config, dataset: Examples, batches: Iterable[list[int]], rank: int, epoch: int
-) -> Iterator[Any]:
-    """Yield the batches of these indices, collated.
-
-    Raises:
-        RuntimeError: a worker died.
-    """
+    """Return what yields the batches of these indices, collated by workers; None without workers."""
+    if not config.num_workers:
+        return None
     # seeds the random numbers that examples draw by themselves: different in each process and epoch
     seed = int(np.random.default_rng([config.seed, epoch, rank]).integers(2**63))
     loader: DataLoader[Any] = DataLoader(
-        Batches(config.task, dataset),  # type: ignore[arg-type]  # torch's Dataset need not have a length
-        batch_size=None,
-        sampler=batches,
-        collate_fn=as_it_is,
+        range(sys.maxsize),  # type: ignore[arg-type]  # no torch Dataset, but indices, which collate_fn makes batches of
+        batch_sampler=batches,
+        collate_fn=partial(fetch_or_error, config.task, dataset),
         num_workers=config.num_workers,
         worker_init_fn=_ignore_signals,
         # Without a generator, each iterator draws its workers' seed from torch's global one, which dropout draws from
@@ -61,6 +46,11 @@ def load_in_workers(
         # Python 3.14's default, a fork server, would outlive this process, and so would its workers
         multiprocessing_context="fork" if sys.platform == "linux" else None,
     )
+    return _without_errors(loader)
+
+
+def _without_errors(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the batches. Raise a worker's UserError or RunError here, and a RuntimeError if a worker died."""
     try:
         for batch in loader:
             if isinstance(batch, UserError | RunError):
@@ -72,11 +62,6 @@ def load_in_workers(
             raise
         # torch reports a worker's death, unless it died while handing over a batch
         raise RuntimeError("a DataLoader worker died: was it killed for lack of memory?") from error
-
-
-def as_it_is(batch: Any) -> Any:
-    """Return the batch unchanged, where torch would convert its contents to tensors."""
-    return batch
 
 
 def _ignore_signals(_worker: int) -> None:

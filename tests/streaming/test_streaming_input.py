@@ -29,7 +29,7 @@ from src.tasks.text import files
 from src.tasks.text.files import find_files
 from src.tasks.text.rows import BLOCK
 from src.tasks.text.tokenizing import CHUNK_FEATURES
-from src.training.workers import load_in_workers
+from src.training.workers import workers_if_any
 from tests.launching import PROJECT, mistakes
 from tests.s3 import S3FileSystem, s3_bucket
 from tests.text import tiny
@@ -290,7 +290,9 @@ def test_a_bad_row_beyond_the_sample_is_named_in_its_turn(monkeypatch: pytest.Mo
     if workers:
         of_epoch = task.augmented(train, [0, 0, 1])
         config: Any = SimpleNamespace(seed=0, num_workers=workers, task=task)
-        loaded = load_in_workers(config, of_epoch, [[i] for i in range(len(of_epoch))], 0, 0)
+        from_workers = workers_if_any(config, of_epoch, [[i] for i in range(len(of_epoch))], 0, 0)
+        assert from_workers
+        loaded = from_workers
     assert refusal(lambda: deque(loaded, maxlen=0)) == f"a.jsonl, line 61: text is int, not text; {HINT}"
 
 

@@ -43,7 +43,8 @@ def translate(values: Values, written: Written, tasks: dict[str, str]) -> tuple[
     ours = {name: text if isinstance(text := values[name], str) else json.dumps(text, default=str) for name in written}
     given = "\n".join(2 * [f"{name}={text}" for name, text in sorted(ours.items())])
     hints = []
-    for title, table in _tables():
+    files = sorted(Path(__file__).parent.glob("*.yaml"))
+    for title, table in [table for file in files for table in read_yaml(file.read_bytes()).items()]:
         having = [word for word in title.split() if word.partition("=")[2] in tasks]
         if title and not having:
             continue  # a copy may lack these tasks
@@ -60,8 +61,3 @@ def translate(values: Values, written: Written, tasks: dict[str, str]) -> tuple[
         ours.setdefault("global_batch_size", f"{int(micro) * int(factor) * LaunchEnv().world_size}")
     launch = f"{ours.pop('launch', '')} {ours.pop('precision', '')}".split()
     return hints, [f"--{name}={text}" for name, text in ours.items()], launch
-
-
-def _tables() -> list[tuple[str, dict[str, Any]]]:
-    files = sorted(Path(__file__).parent.glob("*.yaml"))
-    return [table for file in files for table in read_yaml(file.read_bytes()).items()]
