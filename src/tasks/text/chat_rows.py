@@ -33,9 +33,11 @@ class ChatRows(PackedSequences):
                 tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         marks = ends_of_turn(tokenizer)
         if not marks:
-            says = f"task.chat_template={self.chat_template} ends a turn without a special token of the tokenizer's"
-            hint = "list its marks in task.new_tokens, such as '[<|im_start|>, <|im_end|>]', or write {{ eos_token }}"
-            raise UserError(f"{says}, so the model would never stop: {hint}")
+            raise UserError(
+                f"task.chat_template={self.chat_template} ends a turn without a special token of the tokenizer's, so "
+                "the model would never stop: list its marks in task.new_tokens, such as '[<|im_start|>, <|im_end|>]', "
+                "or write {{ eos_token }}"
+            )
         if tokenizer.eos_token not in marks:
             tokenizer.eos_token = marks[0]
         return tokenizer
@@ -44,7 +46,7 @@ class ChatRows(PackedSequences):
         encoders = super().choose_columns(split, names)
         prompt = self._columns.get("prompt")
         # the first row tells, as in TRL
-        has_chats = prompt is not None and isinstance(split.first_row([prompt]).get(prompt), list)
+        has_chats = prompt and isinstance(split.first_row([prompt]).get(prompt), list)
         return self._chat_encoders() if "messages" in self._columns or has_chats else encoders
 
     def _chat_encoders(self) -> Encoders:

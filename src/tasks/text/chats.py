@@ -105,8 +105,10 @@ class ChatEncoder:
         chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
         roles = {message["role"]: written_role(message["role"], self.template) for message in chat}
         if unknown := sorted(role for role, written in roles.items() if not written):
-            says = f"neither {', '.join(USUAL_ROLES)} nor in the chat template"
-            raise ValueError(f"has turns of unknown roles, {listed(unknown)}: {says}")
+            raise ValueError(
+                f"has turns of unknown roles, {listed(unknown)}: neither {', '.join(USUAL_ROLES)} nor in the chat "
+                "template"
+            )
         return as_json([message | {"role": roles[message["role"]]} for message in chat])
 
 
@@ -150,8 +152,8 @@ def _normalize_message(message: Any, where: str) -> Message:
     content = "".join(part["text"] for part in parts)
     if role == "assistant" and not (content.strip() or calls or thought):
         raise ValueError(f"{where} that is empty (its role is {role})")
-    fields = {"role": role, "content": content, "reasoning_content": thought, "tool_calls": calls or None}
-    return _without_nulls(message | fields)
+    message |= {"role": role, "content": content, "reasoning_content": thought, "tool_calls": calls or None}
+    return _without_nulls(message)
 
 
 def _normalize_call(call: Message) -> Message:
@@ -189,8 +191,8 @@ def render_chat(
     except for messages of weight 0; None: all. Raise a UserError if there is no template, or it fails, leaves out what
     the chat says, or writes a turn so that it cannot be found."""
     if not tokenizer.chat_template:
-        hint = "set --task.chat_template to a Jinja file with one, or to chatml"
-        raise UserError(f"the tokenizer has no chat template: {hint}")
+        says = "the tokenizer has no chat template: set --task.chat_template to a Jinja file with one, or to chatml"
+        raise UserError(says)
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     _require_written(chat, tools, text)
@@ -202,8 +204,11 @@ def render_chat(
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
         return text, marked[0]
-    learnt = [i for i, message in enumerate(chat) if has_weight[i] and message["role"].lower() == "assistant"]
-    return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
+    return text, [
+        _turn(chat, i, text, render, str(tokenizer.eos_token or ""))
+        for i, message in enumerate(chat)
+        if has_weight[i] and message["role"].lower() == "assistant"
+    ]
 
 
 def _require_written(chat: Chat, tools: Tools | None, text: str) -> None:
@@ -223,8 +228,7 @@ def _require_written(chat: Chat, tools: Tools | None, text: str) -> None:
         forms = part, json.dumps(part, ensure_ascii=False)[1:-1], FLAG.sub("", part)
         written = [form for form in map(_without_spaces, forms) if form in text]
         if not written:
-            says = f"the tokenizer's chat template leaves out {part[:40]!r} of {_quote(chat)}"
-            raise UserError(f"{says}: {OTHER}")
+            raise UserError(f"the tokenizer's chat template leaves out {part[:40]!r} of {_quote(chat)}: {OTHER}")
         text = text.replace(written[0], "\0", 1)
 
 
@@ -303,8 +307,7 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
 
 def _overlap(turn: str, rest: str) -> int:
     """Return how many characters of a turn's end, as many as possible, begin the rest."""
-    sizes = range(min(len(turn), len(rest)), 0, -1)
-    return next((size for size in sizes if turn.endswith(rest[:size])), 0)
+    return next(size for size in range(min(len(turn), len(rest)), -1, -1) if turn.endswith(rest[:size]))
 
 
 def _quote(chat: Chat) -> str:
