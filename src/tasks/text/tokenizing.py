@@ -55,7 +55,8 @@ SLICE = 2**16
 """Characters that are tokenized at once: the tokenizer's Python objects take 260 times the memory of the text."""
 OVERLAP = 256
 """Characters that a slice repeats of the one before."""
-INTS, INT = List(Value("int32")), Value("int32")
+INT = Value("int32")
+INTS = List(INT)
 CHUNK_FEATURES = Features(
     {"row": INT, "input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": Value("bool")}
 )
@@ -150,8 +151,7 @@ def _within(spans: Spans, offsets: np.ndarray, is_added: np.ndarray) -> np.ndarr
     ends = np.where(is_added, starts + 1, ends)
     # some tokenizers report whitespace tokens as empty: each then spans what is between its neighbours
     starts = np.where(starts == ends, np.maximum.accumulate(np.append(0, ends[:-1])), starts)
-    found = [(ends > first) & (starts < last) & (ends > starts) for first, last in spans]
-    return np.any(found, axis=0)
+    return np.any([(ends > first) & (starts < last) & (ends > starts) for first, last in spans], axis=0)
 
 
 def _slices(text: str, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[int, int, str]]:
