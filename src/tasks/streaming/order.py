@@ -73,8 +73,7 @@ def order_epoch(sources: Sequence[Source], cut: Cut, seed: int, number: int) -> 
     orders, times, tokens = [], [], []
     for i, source in enumerate(sources):
         passes = range(number * source.passes, (number + 1) * source.passes)
-        draws = [np.random.default_rng([seed, 0, i, of_pass]) for of_pass in passes]
-        order = np.concatenate([shuffled(source.groups, random) for random in draws])
+        order = np.concatenate([shuffled(source.groups, np.random.default_rng([seed, 0, i, n])) for n in passes])
         orders.append(order)
         times.append(np.cumsum(source.rows[order]) / source.weight)
         tokens.append(source.tokens[order])
