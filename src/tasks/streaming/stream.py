@@ -128,8 +128,7 @@ def packed(lengths: np.ndarray, capacity: int, count: int, is_last: bool) -> lis
     size = max(capacity, math.ceil(lengths.sum() / max(count, 1))) if is_last else capacity
     while len(sequences := best_fit(lengths, size)) > count and is_last:
         size = math.ceil(size * WIDENING)
-    size_of = lengths.tolist().__getitem__
-    fullest_first = sorted(sequences, key=lambda sequence: -sum(map(size_of, sequence)))
+    fullest_first = sorted(sequences, key=lambda sequence: -lengths[sequence].sum())
     return fullest_first + [[]] * (count - len(sequences))
 
 
