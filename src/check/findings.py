@@ -47,8 +47,7 @@ def none_differ(what: str, differing: Iterable[str], bound: str) -> Row:
 
 def worst(what: str, errors: Errors, bound: float) -> Row:
     """Return a row that compares the largest error with the bound."""
-    index = int(np.argmax([*errors.values()]))  # NaN counts as the largest
-    name, error = [*errors.items()][index]
+    name, error = [*errors.items()][np.argmax([*errors.values()])]  # NaN counts as the largest
     return finding(what, f"off by {error:.2g} ({name})", f"at most {bound:g}", error <= bound)
 
 
