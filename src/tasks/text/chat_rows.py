@@ -7,7 +7,7 @@ from typing import ClassVar
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, as_user_error
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, encode_chat, ends_of_turn, with_date
+from src.tasks.text.chats import CHATML, as_tools, encode_chat, encode_messages, ends_of_turn, with_date
 from src.tasks.text.rows import ROW, Encoders, Split
 from src.tasks.text.sequences import PackedSequences
 from src.tasks.text.tokenizing import Columns
@@ -62,4 +62,5 @@ class ChatRows(PackedSequences):
         columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
         self._columns = {"chat": ROW}
         write = partial(encode_chat, columns=columns, tokenizer=tokenizer, train_on_prompts=self.train_on_prompts)
-        return {**dict.fromkeys(columns.values(), ChatEncoder(template)), "tools": as_tools, ROW: write}
+        encode = partial(encode_messages, template=template)
+        return {**dict.fromkeys(columns.values(), encode), "tools": as_tools, ROW: write}

@@ -4,7 +4,6 @@ import copy
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
 from os.path import commonprefix
@@ -92,24 +91,18 @@ DATE = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
 """Where a template writes today's date."""
 
 
-@dataclass(frozen=True)
-class ChatEncoder:
-    """Returns messages as JSON, for a chat template. Raises a ValueError if one of them is not a message, or has a role
-    that neither the standard nor the template knows."""
-
-    template: str
-
-    def __call__(self, value: Any) -> str:
-        if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
-            raise ValueError(f"is not a list of messages, {MAX_MESSAGES:,} at most")
-        chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
-        roles = {message["role"]: written_role(message["role"], self.template) for message in chat}
-        if unknown := sorted(role for role, written in roles.items() if not written):
-            raise ValueError(
-                f"has turns of unknown roles, {listed(unknown)}: neither {', '.join(USUAL_ROLES)} nor in the chat "
-                "template"
-            )
-        return as_json([message | {"role": roles[message["role"]]} for message in chat])
+def encode_messages(value: Any, template: str) -> str:
+    """Return messages as JSON, for this chat template. Raise a ValueError if one of them is not a message, or has a
+    role that neither the standard nor the template knows."""
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+        raise ValueError(f"is not a list of messages, {MAX_MESSAGES:,} at most")
+    chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
+    roles = {message["role"]: written_role(message["role"], template) for message in chat}
+    if unknown := sorted(role for role, written in roles.items() if not written):
+        raise ValueError(
+            f"has turns of unknown roles, {listed(unknown)}: neither {', '.join(USUAL_ROLES)} nor in the chat template"
+        )
+    return as_json([message | {"role": roles[message["role"]]} for message in chat])
 
 
 @lru_cache
@@ -141,9 +134,9 @@ def _normalize_message(message: Any, where: str) -> Message:
         raise ValueError(f"{where} with neither role and content nor from and value")
     role = message["role"].strip().lower()
     role = ROLES.get(role, role)
-    old = [message.pop("function_call", None)]
     with reraised_as(ValueError, f"{where} with a tool call without a name, or arguments that are not JSON: "):
-        calls = [_normalize_call(call) for call in [*message.get("tool_calls", ()), *old] if call]
+        found = *message.get("tool_calls", ()), message.pop("function_call", None)
+        calls = [_normalize_call(call) for call in found if call]
     thought = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning")
     content = message.get("content", "" if calls or thought else None)
     parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
@@ -176,7 +169,7 @@ def encode_chat(
     row: dict[str, str], columns: dict[str, str], tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
 ) -> str:
     """Return a row of a chat, or of a prompt and a completion of messages, as the JSON of what `render_chat` returns.
-    Its values are encoded by ChatEncoder and `as_tools`; `columns` are their names by role."""
+    Its values are encoded by `encode_messages` and `as_tools`; `columns` are their names by role."""
     values = {role: row[column] for role, column in columns.items()}
     prompt = [message | {"weight": 0} for message in json.loads(values.get("prompt", "[]"))]
     chat = prompt + json.loads(values.get("messages") or values["completion"])
