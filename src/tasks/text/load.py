@@ -223,7 +223,7 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
         compute = torch.bfloat16 if base_dtype == "nf4" else None
         model, (absent, _) = read_model(AutoModelForCausalLM, source, revision, config, compute)
         if absent:
-            raise UserError(f"not a language model: it lacks {min(absent)}")
+            raise ValueError(f"it lacks {min(absent)}")
         if has_adapters:
             resize_embeddings(model, len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)))
             read_generation_config(model, str(folder))
