@@ -125,9 +125,8 @@ class StreamedLM(StreamedLMSettings, CausalLM):
         batch = super().collate([[chunk for chunk in sample if chunk["length"]] for sample in samples])
         chunks = [*chain.from_iterable(samples)]
         counts = {"train/skipped_rows": sum(not chunk["length"] for chunk in chunks)}
-        for number, name in enumerate(self.source_names):
-            own = (len(chunk["input_ids"]) for chunk in chunks if chunk["source"] == number)
-            counts[f"train/tokens_{name}"] = sum(own)
+        for i, name in enumerate(self.source_names):
+            counts[f"train/tokens_{name}"] = sum(len(chunk["input_ids"]) for chunk in chunks if chunk["source"] == i)
         if self.sources:
             targets = [np.count_nonzero(np.asarray(chunk["labels"]) != -100) for chunk in chunks]
             sources = torch.from_numpy(np.repeat([chunk["source"] for chunk in chunks], targets))
