@@ -44,9 +44,10 @@ class ChatRows(PackedSequences):
 
     def choose_columns(self, split: Split, names: list[str]) -> Encoders:
         encoders = super().choose_columns(split, names)
-        prompt = self._columns.get("prompt")
+        prompt = self._columns.get("prompt", "")
+        rows = (record.row for file in split.files for record in split.read(file, [prompt]))
         # the first row tells, as in TRL
-        has_chats = prompt and isinstance(split.first_row([prompt]).get(prompt), list)
+        has_chats = prompt and isinstance(next(rows).get(prompt), list)
         return self._chat_encoders() if "messages" in self._columns or has_chats else encoders
 
     def _chat_encoders(self) -> Encoders:

@@ -58,10 +58,9 @@ class Note(NamedTuple):
     lines: int
 
 
-Encoder = Callable[[Any], str | None]
-"""Returns a value as the text to keep; raises a ValueError that says why it cannot be used."""
-Encoders = Mapping[str, Encoder]
-"""Encoders of the columns in use, by column. If one accepts None, its column may be missing."""
+Encoders = Mapping[str, Callable[[Any], str | None]]
+"""Encoders of the columns in use, by column: each returns a value as the text to keep, or raises a ValueError that says
+why it cannot be used. If one accepts None, its column may be missing."""
 ROW = "the row as text"
 """Name of a last column that no file has. Its encoder gets the values of the others, encoded, by column, and what it
 returns is all that is kept of them."""
@@ -292,10 +291,6 @@ class Split:
     """The columns of the first file that has rows."""
     version: Any
     """Changes with the content."""
-
-    def first_row(self, columns: Sequence[str]) -> Row:
-        """Return the first row, with these columns."""
-        return next(record.row for file in self.files for record in self.read(file, columns))
 
 
 def open_files(files: dict[str, str], header: Sequence[str], dataset: str) -> Split:
