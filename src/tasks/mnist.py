@@ -135,8 +135,8 @@ class Mnist(MnistSettings, Task):
         return {"targets": len(batch["labels"])}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        logits, labels = model(batch["images"]).float(), batch["labels"]
-        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
+        logits = model(batch["images"]).float()
+        return F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=self.label_smoothing)
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensors]:
         logits, labels = model(batch["images"]).float(), batch["labels"]
