@@ -90,10 +90,8 @@ def document_attention(
             mask = None
             if sliding_window is not None and sliding_window < size:
                 mask = torch.ones(size, size, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
-            attended = F.scaled_dot_product_attention(
-                *document, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, **grouped
-            )
-            outputs.append(attended[0].transpose(0, 1))
+            options = {"attn_mask": mask, "dropout_p": dropout, "is_causal": mask is None, "scale": scaling, **grouped}
+            outputs.append(F.scaled_dot_product_attention(*document, **options)[0].transpose(0, 1))
         output = torch.cat(outputs)
     return output.unflatten(0, (query.shape[0], query.shape[2])), None
 

@@ -348,7 +348,8 @@ def fill_shards(model: Any, stored: dict[str, StoredTensor], device: torch.devic
 
 
 def _convert(model: PreTrainedModel, weights: dict[str, Any], device: torch.device) -> Any:
-    how = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
+    renames: Any = get_model_conversion_mapping(model)
+    how = LoadStateDictConfig(device_map={"": device}, weight_mapping=renames)
     return convert_and_load_state_dict_in_model(model, weights, how)[0]
 
 
