@@ -94,7 +94,7 @@ def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> 
         del gathered  # before the next file's tensors are gathered
     if accelerator.is_main_process and split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_bytes(json.dumps(index, indent=2).encode())
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def gather(tensor: Tensor, accelerator: Accelerator) -> Any:
