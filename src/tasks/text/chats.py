@@ -184,8 +184,9 @@ def render_chat(
     except for messages of weight 0; None: all. Raise a UserError if there is no template, or it fails, leaves out what
     the chat says, or writes a turn so that it cannot be found."""
     if not tokenizer.chat_template:
-        says = "the tokenizer has no chat template: set --task.chat_template to a Jinja file with one, or to chatml"
-        raise UserError(says)
+        raise UserError(
+            "the tokenizer has no chat template: set --task.chat_template to a Jinja file with one, or to chatml"
+        )
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     _require_written(chat, tools, text)
