@@ -46,8 +46,8 @@ class StreamedLM(StreamedLMSettings, CausalLM):
     def build_datasets(self) -> tuple[Stream, Sequences]:
         opened = [self.open_dataset(part.dataset, part.dataset_config) for part in self.parts]
         first, *others = (train.column_names for train, _ in opened)
-        shared = set(first).intersection(*others)
-        encoders = self.choose_columns(opened[0].train, [name for name in first if name in shared])
+        shared = [name for name in first if all(name in names for names in others)]
+        encoders = self.choose_columns(opened[0].train, shared)
         if not self.packing and "text" in self._columns:
             raise UserError("task.packing=false: streamed text yields an unknown number of sequences: set packing=true")
         prepare = self._index if self.streaming else self._load
