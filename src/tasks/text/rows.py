@@ -337,23 +337,20 @@ def write_parquet(table: Dataset, name: str) -> str:
 def missing_columns(encoders: Encoders, names: Iterable[str]) -> str:
     """Return the columns with these encoders that are not among the names, joined by nor. An encoder that takes None
     does without."""
-    known = {ROW, *names}
-    return " nor ".join(name for name, encode in encoders.items() if not (name in known or is_optional(encode)))
+    missing, known = [], {ROW, *names}
+    for name, encode in encoders.items():
+        if name not in known:
+            try:
+                encode(None)
+            except ValueError:
+                missing.append(name)
+    return " nor ".join(missing)
 
 
 def require_file_columns(encoders: Encoders, names: Iterable[str], file: str) -> None:
     """Raise a UserError if a file with these columns lacks one."""
     if missing := missing_columns(encoders, names):
         raise UserError(f"{file}: no column {missing}, which other files have")
-
-
-def is_optional(encode: Any) -> bool:
-    """Return whether a column with this encoder may be missing."""
-    try:
-        encode(None)
-    except ValueError:
-        return False
-    return True
 
 
 def text_rows(split: Split, encoders: Encoders, desc: str) -> Dataset:
