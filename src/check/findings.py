@@ -28,8 +28,13 @@ Row = dict[str, str]
 
 def finding(what: str, measured: str, bound: str, is_right: bool) -> Row:
     """Return a row that passes if `is_right`."""
-    result, means = ("pass", "") if is_right else ("FAIL", FOLLOWS)
-    return {"what": what, "measured": measured, "bound": bound, "result": result, "means": means}
+    return {
+        "what": what,
+        "measured": measured,
+        "bound": bound,
+        "result": "pass" if is_right else "FAIL",
+        "means": "" if is_right else FOLLOWS,
+    }
 
 
 def cause(rows: list[Row], setup: str) -> str:
