@@ -128,8 +128,8 @@ def packed(lengths: np.ndarray, capacity: int, count: int, is_last: bool) -> lis
     size = max(capacity, math.ceil(lengths.sum() / max(count, 1))) if is_last else capacity
     while len(sequences := best_fit(lengths, size)) > count and is_last:
         size = math.ceil(size * WIDENING)
-    fullest_first = sorted(sequences, key=lambda sequence: -lengths[sequence].sum())
-    return fullest_first + [[]] * (count - len(sequences))
+    # the fullest first
+    return sorted(sequences, key=lambda sequence: -lengths[sequence].sum()) + [[]] * (count - len(sequences))
 
 
 def in_thread(read: Callable[[], ChunkLists]) -> Future[ChunkLists]:
