@@ -78,8 +78,10 @@ def new_config(
     fields = dict(architecture)
     kind = str(fields.pop("model_type", None))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        close = nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-        raise UserError(f"task.architecture.model_type={kind}: transformers has no such causal language model{close}")
+        raise UserError(
+            f"task.architecture.model_type={kind}: transformers has no such causal language model"
+            f"{nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))}"
+        )
     default = AutoConfig.for_model(kind)
     other_names = default.attribute_map  # in GPT-2, max_position_embeddings is another name of n_positions
     known = [name for name in (*default.to_dict(), *other_names) if not name.startswith("_")]
@@ -155,10 +157,9 @@ def require_known(ids: np.ndarray, tokenizer: PreTrainedTokenizerFast, num_known
     for padding."""
     largest = int(max(ids.max(initial=0), tokenizer.pad_token_id or 0))
     if largest >= num_known:
-        token = tokenizer.convert_ids_to_tokens(largest)
         raise UserError(
-            f"the token {token} has the id {largest}, but the model knows {num_known} tokens (task.tokenizer, "
-            "task.architecture.vocab_size)"
+            f"the token {tokenizer.convert_ids_to_tokens(largest)} has the id {largest}, but the model knows "
+            f"{num_known} tokens (task.tokenizer, task.architecture.vocab_size)"
         )
 
 
