@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from src.config.errors import UserError
 from src.config.settings import Values
 from src.tasks.base import Counts
-from src.tasks.text.chats import Chat, ChatEncoder, as_tools, encode_chat
+from src.tasks.text.chats import Chat, as_tools, encode_chat, encode_messages
 from src.tasks.text.decoder import Decoder
 from src.tasks.text.load import fsdp_blocks, load_exported
 from src.tasks.text.rows import as_json, require_text
@@ -60,13 +60,13 @@ class TextOrChat:
     """Returns a text, or a list of messages, as JSON. Raises a ValueError for anything else, and for messages that an
     answer has to end if they do not."""
 
-    chat: ChatEncoder
+    template: str
     is_answer: bool
 
     def __call__(self, value: Any) -> str:
         if not isinstance(value, list):
             return as_json(require_text(value))
-        messages = self.chat(value)
+        messages = encode_messages(value, self.template)
         if self.is_answer and json.loads(messages)[-1]["role"].lower() != "assistant":
             raise ValueError("does not end with a turn of the assistant")
         return messages
@@ -148,7 +148,7 @@ class Dpo(Decoder):
 
     def build_datasets(self) -> tuple[list[Any], list[Any]]:
         opened = self.open_rows()
-        encode, length = partial(TextOrChat, ChatEncoder(str(self._tokenizer.chat_template))), self.sequence_length
+        encode, length = partial(TextOrChat, str(self._tokenizer.chat_template)), self.sequence_length
         columns: dict[str, Any] = {name: encode(is_answer=True) for name in ("chosen", "rejected")}
         if "prompt" in opened.train.column_names:
             columns["prompt"] = encode(is_answer=False)

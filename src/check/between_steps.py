@@ -59,8 +59,7 @@ def check_evaluation(context: CheckContext) -> Iterator[Row]:
         together, alone, kind = [packed], documents, "packed documents"
     found, _ = by_hand(together, AT_ONCE)
     expected, _ = by_hand(alone, 1)
-    errors = {f"{len(alone)} {kind}": relative_error(found, expected)}
-    yield worst("loss of examples alone", errors, EXACT)
+    yield worst("loss of examples alone", {f"{len(alone)} {kind}": relative_error(found, expected)}, EXACT)
 
 
 def _state(context: CheckContext) -> dict[str, Any]:

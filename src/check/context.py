@@ -55,8 +55,7 @@ class CheckContext:
 
     def step(self, run: Run, micro_batches: list[MicroBatch]) -> StepResult:
         """Take a step with the run's own train_step."""
-        _, counts = next(CountedSteps(iter([micro_batches]), self.stop))
-        return self.train_step(run, micro_batches, counts)
+        return self.train_step(run, *next(CountedSteps(iter([micro_batches]), self.stop)))
 
     def seed(self) -> None:
         """Seed the random numbers: the same in each call, different on each process."""

@@ -28,8 +28,13 @@ Row = dict[str, str]
 
 def finding(what: str, measured: str, bound: str, is_right: bool) -> Row:
     """Return a row that passes if `is_right`."""
-    result, means = ("pass", "") if is_right else ("FAIL", FOLLOWS)
-    return {"what": what, "measured": measured, "bound": bound, "result": result, "means": means}
+    return {
+        "what": what,
+        "measured": measured,
+        "bound": bound,
+        "result": "pass" if is_right else "FAIL",
+        "means": "" if is_right else FOLLOWS,
+    }
 
 
 def cause(rows: list[Row], setup: str) -> str:
@@ -47,8 +52,7 @@ def none_differ(what: str, differing: Iterable[str], bound: str) -> Row:
 
 def worst(what: str, errors: Errors, bound: float) -> Row:
     """Return a row that compares the largest error with the bound."""
-    index = int(np.argmax([*errors.values()]))  # NaN counts as the largest
-    name, error = [*errors.items()][index]
+    name, error = [*errors.items()][np.argmax([*errors.values()])]  # NaN counts as the largest
     return finding(what, f"off by {error:.2g} ({name})", f"at most {bound:g}", error <= bound)
 
 

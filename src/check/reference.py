@@ -16,7 +16,7 @@ https://arxiv.org/abs/2006.15704.
 
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -109,10 +109,10 @@ def main(argv: list[str]) -> None:
     optimizers = build_optimizers(config.optim, model)
     set_seed((config.seed + rank) % 2**32)  # so that dropout differs between processes
 
-    steps_per_epoch = config.steps_per_epoch(len(train_set))
-    total_steps, schedule_steps = config.total_steps(len(train_set)), config.schedule_steps(len(train_set))
+    size = len(train_set)
+    steps_per_epoch, schedule_steps = config.steps_per_epoch(size), config.schedule_steps(size)
     steps = own_indices(config, train_set, 0, rank, world_size)
-    for step, indices in zip(range(total_steps), steps, strict=False):
+    for step, indices in enumerate(islice(steps, config.total_steps(size))):
         epoch, done = divmod(step, steps_per_epoch)
         if done == 0:
             epoch_set = task.augmented(train_set, [config.seed, epoch, 1])

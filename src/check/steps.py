@@ -102,8 +102,7 @@ def check_cost(context: CheckContext) -> Iterator[Row]:
     with Collectives() as two:
         context.step(context.at(0), micro_batches[:2])
     most = 2 * one.count if context.run.accelerator.is_fsdp2 else one.count
-    what = "collectives in a step of two micro-batches"
-    yield finding(what, str(two.count), f"at most {most}", two.count <= most)
+    yield finding("collectives in a step of two micro-batches", str(two.count), f"at most {most}", two.count <= most)
 
 
 class Collectives(TorchDispatchMode):
@@ -165,8 +164,7 @@ def _rate_errors(context: CheckContext) -> Errors:
     for step in sorted({0, per_epoch - 1, per_epoch, 2 * per_epoch, total // 2, total - 1} & {*range(total)}):
         context.step(context.at(step, optim=optim), one_example)
         expected = lr_at(step, optim, length, per_epoch)
-        groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-        rates = [group["lr"] / group.get("lr_scale", 1.0) for group in groups]
+        rates = [group["lr"] / group.get("lr_scale", 1.0) for of in run.optimizers for group in of.param_groups]
         errors[f"step {step + 1}"] = max(abs(rate - expected) for rate in rates) / optim.lr
     return errors
 

@@ -38,12 +38,12 @@ class MnistCnn(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return logits of shape (batch, 10) for images of shape (batch, 28, 28), uint8."""
         # MNIST's mean and standard deviation, as everyone uses them
-        x = ((images.unsqueeze(1).float() / 255) - 0.1307) / 0.3081
+        x = (images.unsqueeze(1).float() / 255 - 0.1307) / 0.3081
         if torch.is_autocast_enabled(x.device.type):  # on a GPU, faster in half precision
             x = x.to(memory_format=torch.channels_last)
         x = F.relu(self.conv1(x))
         x = self.dropout1(F.relu(F.max_pool2d(self.conv2(x), 2)))  # as ReLU before pooling, on a quarter of the values
-        x = self.dropout2(F.relu(self.fc1(torch.flatten(x, 1))))
+        x = self.dropout2(F.relu(self.fc1(x.flatten(1))))
         return self.fc2(x)
 
 
@@ -90,9 +90,10 @@ def mnist(data_dir: str) -> tuple[Digits, Digits]:
     """Return MNIST's training and test sets, which torchvision reads from `data_dir` or downloads into it."""
     # imported here: the bundled digits need no torchvision, and one that doesn't match torch cannot be imported
     dataset = resolve_name("torchvision.datasets:MNIST")
-    hint = "delete what is there, set --task.data_dir, or use the bundled digits: --task.source=digits"
-
-    says = f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded ({hint}): "
+    says = (
+        f"MNIST could be neither read from {data_dir}/MNIST/raw nor downloaded (delete what is there, set "
+        "--task.data_dir, or use the bundled digits: --task.source=digits): "
+    )
     # a damaged file can raise nearly anything, and every mirror that is given up on is printed
     with as_user_error(says), contextlib.redirect_stdout(None):
         train, test = (dataset(data_dir, train=is_train, download=True) for is_train in (True, False))
@@ -134,8 +135,8 @@ class Mnist(MnistSettings, Task):
         return {"targets": len(batch["labels"])}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        logits, labels = model(batch["images"]).float(), batch["labels"]
-        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.label_smoothing)
+        logits = model(batch["images"]).float()
+        return F.cross_entropy(logits, batch["labels"], reduction="sum", label_smoothing=self.label_smoothing)
 
     def evaluate(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensors]:
         logits, labels = model(batch["images"]).float(), batch["labels"]

@@ -32,7 +32,17 @@ LOSS_REMARKS: list[Callable[[str, Tensor, float], None]] = [
 
 def require_right(task: Task, method: str, found: Any) -> None:
     """Raise a UserError if the method returned the wrong thing."""
-    if not _is_right(method, found):
+    is_right = False
+    match method, found:
+        case "build_datasets", [_, _]:
+            is_right = all(hasattr(data, "__len__") and not isinstance(data, IterableDataset) for data in found)
+        case "loss", Tensor(shape=[]):
+            is_right = True
+        case "evaluate", [Tensor(shape=[]), dict(outputs)]:
+            is_right = all(isinstance(output, Tensor) and output.ndim for output in outputs.values())
+        case "metrics", dict(metrics):
+            is_right = all(isinstance(value, int | float) for value in metrics.values())
+    if not is_right:
         raise UserError(f"{type(task).__name__}.{method} must return {MUST_RETURN[method]}")
 
 
@@ -57,16 +67,3 @@ def require_gradients(model: Any, step: int) -> None:
                 f"DDP needs a gradient of each trained parameter, but the loss does not depend on {listed(unused)}: "
                 "remove them, or set their requires_grad to False"
             )
-
-
-def _is_right(method: str, found: Any) -> bool:
-    match method, found:
-        case "build_datasets", [_, _]:
-            return all(hasattr(data, "__len__") and not isinstance(data, IterableDataset) for data in found)
-        case "loss", Tensor(shape=[]):
-            return True
-        case "evaluate", [Tensor(shape=[]), dict(outputs)]:
-            return all(isinstance(output, Tensor) and output.ndim for output in outputs.values())
-        case "metrics", dict(metrics):
-            return all(isinstance(value, int | float) for value in metrics.values())
-    return False

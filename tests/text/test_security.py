@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from src.config.errors import UserError
 from src.tasks.text import files
-from src.tasks.text.chats import CHATML, ChatEncoder, render_chat, with_date
+from src.tasks.text.chats import CHATML, encode_messages, render_chat, with_date
 from src.tasks.text.rows import open_files, read_file
 from src.tasks.text.tokenizing import byte_tokenizer
 from tests.text import tiny
@@ -51,7 +51,7 @@ def test_a_chat_is_read_in_a_time_that_grows_with_its_length(piece: str, begins:
             with suppress(UserError):  # ChatML leaves something out
                 render_chat(turns, None, tokenizer, train_on_prompts=False)
     tokenizer.chat_template = f"{{# {text} {'strftime_now(' + chr(39)} #}}"
-    ChatEncoder(tokenizer.chat_template)(tiny.chat("q"))
+    encode_messages(tiny.chat("q"), tokenizer.chat_template)
     with_date(tokenizer, "2026-01-01")
 
 
@@ -59,8 +59,8 @@ def test_a_chat_has_5000_messages_at_most() -> None:
     """Each of the assistant's turns is found by writing all before it again."""
     chat = tiny.chat("q") * 5_001
     with pytest.raises(ValueError, match="not a list of messages, 5,000 at most"):
-        ChatEncoder("")(chat)
-    assert json.loads(ChatEncoder("")(chat[1:])) == chat[1:]
+        encode_messages(chat, "")
+    assert json.loads(encode_messages(chat[1:], "")) == chat[1:]
 
 
 def rows(file: str) -> list[tuple[Any, str]]:

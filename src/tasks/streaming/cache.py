@@ -26,8 +26,6 @@ CACHE_CODE = [*CODE, *(file.read_bytes() for file in sorted(Path(__file__).paren
 """The source code that makes blocks: when it changes, they are made again."""
 KEPT = 0.9
 """Fraction of the limit that stays in use when blocks are removed to make room for others."""
-LOCKS = 256
-"""Number of lock files: blocks that share one are not made at the same time."""
 POLL = 0.005
 """Seconds between two tries to get a lock."""
 
@@ -61,7 +59,8 @@ class TokenCache:
         name = hashlib.sha256(f"{block} {self.key}".encode()).hexdigest()
         file = self.folder / f"{name}.arrow"
         self.folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder / f"{int(name[:4], 16) % LOCKS}.lock", poll_interval=POLL):
+        # one of 256 locks: blocks that share one are not made at the same time
+        with FileLock(self.folder / f"{name[:2]}.lock", poll_interval=POLL):
             try:
                 os.utime(file)
                 return feather.read_table(file, memory_map=False)
@@ -81,8 +80,7 @@ class TokenCache:
             if reason and not self.skips_bad_rows:
                 raise UserError(f"{place_of(block['file'], number)}: {reason}; fix it, {SKIP}")
             rows += [encoded] * (not reason)
-        columns = self.chunker.columns.values()
-        made = self.chunker.chunks({name: [row[name] for row in rows] for name in columns})
+        made = self.chunker.chunks({name: [row[name] for row in rows] for name in self.chunker.columns.values()})
         fillers = [FILLER] * (block["rows"] - len(made["row"].unique()))
         chunks = made.select([*FILLER])
         return pa.concat_tables([chunks, pa.Table.from_pylist(fillers, chunks.schema)])

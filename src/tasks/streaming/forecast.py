@@ -40,7 +40,7 @@ def forecast(sources: Sequence[Source], cache: TokenCache, capacity: int, window
         source.tokens = source.sizes * mean
         most += source.sizes.sum() * source.passes * (mean + 2 * error)
         # neighbours in a sample are alike if the source is sorted: no window is poorer than they are
-        parts = min(len(found), max(2, int(source.rows[chosen].sum()) // window))
+        parts = min(len(found), max(2, source.rows[chosen].sum() // window))
         for part in np.array_split(np.arange(len(found)), parts):
             lengths = np.concatenate([found[i] for i in part])
             tokens = np.array([lengths[sequence].sum() for sequence in best_fit(lengths, capacity)])
@@ -52,7 +52,7 @@ def sample(source: Source, cache: TokenCache) -> tuple[list[np.ndarray], np.ndar
     """Sample blocks of a source, in their order. Return the lengths of their chunks; their numbers; the tokens per
     byte; and the standard error of these."""
     number, random = len(source.rows), np.random.default_rng(0)
-    count = MIN_SAMPLE * number // int(source.rows.sum()) + 1
+    count = MIN_SAMPLE * number // source.rows.sum() + 1
     while True:
         count = min(count, number)
         # one from each of equal parts

@@ -99,7 +99,7 @@ def index_file(file: tuple[str, str], block_rows: int, encoders: Encoders) -> li
 
     def read() -> list[Block]:
         with fsspec.open(url, "rb") as opened:
-            if is_parquet(url):  # without its rows: one of them would be read with its row group
+            if url.lower().endswith(".parquet"):  # without its rows: one of them would be read with its row group
                 footer = parquet.ParquetFile(opened)
                 declared_features(footer.schema_arrow)
                 blocks, names = [*index_parquet(footer.metadata, block_rows)], footer.schema_arrow.names
@@ -113,11 +113,6 @@ def index_file(file: tuple[str, str], block_rows: int, encoders: Encoders) -> li
         return with_retries(url, read)
     except (RunError, UserError) as error:
         return str(error)
-
-
-def is_parquet(file: str) -> bool:
-    """Return whether a file is a .parquet."""
-    return file.lower().endswith(".parquet")
 
 
 def index_parquet(metadata: parquet.FileMetaData, block_rows: int) -> Iterator[Block]:
@@ -151,7 +146,7 @@ def read_block(block: Block, columns: Sequence[str]) -> list[Record]:
     a RunError if it could not be read in several tries."""
     file, line, first = block["file"], block["line"], block["first"]
     rows = slice(first, first + block["rows"])
-    if is_parquet(file):
+    if file.lower().endswith(".parquet"):
         table = read_group(file, block["version"], block["group"], tuple(columns))[rows]
         return [*read_batches([table], declared_features(table.schema), line + first)]
 

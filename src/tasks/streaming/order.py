@@ -73,8 +73,7 @@ def order_epoch(sources: Sequence[Source], cut: Cut, seed: int, number: int) -> 
     orders, times, tokens = [], [], []
     for i, source in enumerate(sources):
         passes = range(number * source.passes, (number + 1) * source.passes)
-        draws = [np.random.default_rng([seed, 0, i, of_pass]) for of_pass in passes]
-        order = np.concatenate([shuffled(source.groups, random) for random in draws])
+        order = np.concatenate([shuffled(source.groups, np.random.default_rng([seed, 0, i, n])) for n in passes])
         orders.append(order)
         times.append(np.cumsum(source.rows[order]) / source.weight)
         tokens.append(source.tokens[order])
@@ -87,7 +86,7 @@ def order_epoch(sources: Sequence[Source], cut: Cut, seed: int, number: int) -> 
     share = share[windows]
     places = np.arange(len(share))
     of_span = share[places - places % cut.span]
-    begins_span = (places % cut.span == 0) | (places == places[-1])
-    filled = np.where(begins_span, share, of_span + cut.filled * (share - of_span))
+    filled = of_span + cut.filled * (share - of_span)
+    filled[-1] = 1  # the last window takes what is left
     sequences = np.floor(filled * cut.sequences + ROUNDING).astype(np.int64)
     return Epoch(source_of, np.concatenate(orders)[merged], windows, sequences)

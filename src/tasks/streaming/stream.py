@@ -74,7 +74,7 @@ class Stream:
         for other in self._read.keys() - near:
             del self._read[other]
         for other in [*self._left]:
-            if other // self.cut.span < number // self.cut.span:
+            if other < number - number % self.cut.span:
                 del self._left[other]
         for window in near:
             if window not in self._read:
@@ -91,7 +91,7 @@ class Stream:
         first = np.random.default_rng(os.getpid()).integers(len(places))
         read = {place: self.cache.read(self.sources[place[0]][place[1]]) for place in places[first:] + places[:first]}
         tables = [read[place].append_column("source", [np.full(len(read[place]), place[0])]) for place in places]
-        is_last = self.ends_span(number)
+        is_last = (number + 1) % self.cut.span == 0 or number + 2 == len(windows)  # of its span
         tables += [self._left_of(other) for other in range(number - number % self.cut.span, number) if is_last]
         chunks = pa.concat_tables(tables)
         chunks = chunks.take(random.permutation(len(chunks)))
@@ -103,10 +103,6 @@ class Stream:
             self._left[number] = chunks.take(pa.array(chain.from_iterable(sequences[count:]), pa.int64()))
         rows = as_chunks(chunks)
         return [[rows[i] for i in sequences[place]] for place in random.permutation(count)]
-
-    def ends_span(self, number: int) -> bool:
-        """Return whether a window is the last of its span."""
-        return (number + 1) % self.cut.span == 0 or number + 2 == len(self.epoch.windows)
 
     def _left_of(self, number: int) -> pa.Table:
         """Return what is left over of a window; after a resume, it may have to be read again."""
@@ -132,9 +128,8 @@ def packed(lengths: np.ndarray, capacity: int, count: int, is_last: bool) -> lis
     size = max(capacity, math.ceil(lengths.sum() / max(count, 1))) if is_last else capacity
     while len(sequences := best_fit(lengths, size)) > count and is_last:
         size = math.ceil(size * WIDENING)
-    size_of = lengths.tolist().__getitem__
-    fullest_first = sorted(sequences, key=lambda sequence: -sum(map(size_of, sequence)))
-    return fullest_first + [[]] * (count - len(sequences))
+    # the fullest first
+    return sorted(sequences, key=lambda sequence: -lengths[sequence].sum()) + [[]] * (count - len(sequences))
 
 
 def in_thread(read: Callable[[], ChunkLists]) -> Future[ChunkLists]:

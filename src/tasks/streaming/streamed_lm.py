@@ -46,8 +46,8 @@ class StreamedLM(StreamedLMSettings, CausalLM):
     def build_datasets(self) -> tuple[Stream, Sequences]:
         opened = [self.open_dataset(part.dataset, part.dataset_config) for part in self.parts]
         first, *others = (train.column_names for train, _ in opened)
-        shared = set(first).intersection(*others)
-        encoders = self.choose_columns(opened[0].train, [name for name in first if name in shared])
+        shared = [name for name in first if all(name in names for names in others)]
+        encoders = self.choose_columns(opened[0].train, shared)
         if not self.packing and "text" in self._columns:
             raise UserError("task.packing=false: streamed text yields an unknown number of sequences: set packing=true")
         prepare = self._index if self.streaming else self._load
@@ -55,14 +55,18 @@ class StreamedLM(StreamedLMSettings, CausalLM):
         if not self.streaming:
             encoders = dict.fromkeys(self._columns.values(), str)  # loaded rows are text already
         train = self.stream(sources, TokenCache(encoders, self.chunker, self.bad_rows == "skip", self.cache_gb))
-        tables = [self.chunker.make_chunks(rows, "evaluation data") for rows in evaluations]
-        return train, self.packed(with_sources(tables), sum(map(len, evaluations)), "evaluation data")
+        tables = (self.chunker.make_chunks(rows, "evaluation data") for rows in evaluations)
+        numbered = [table.add_column("source", np.full(len(table), source)) for source, table in enumerate(tables)]
+        return train, self.packed(concatenate_datasets(numbered), sum(map(len, evaluations)), "evaluation data")
 
     def open_split(self, files: dict[str, str], dataset: str, config: str | None, split: str) -> Split:
         if not self.streaming or split != self.train_split:
             return super().open_split(files, dataset, config, split)
-        others = [file for file in files if not file.lower().endswith(EXTENSIONS)]
-        raise_if_any(f"{file}: cannot be streamed: {CONVERSION.format(file, Path(file).stem)}" for file in others)
+        raise_if_any(
+            f"{file}: cannot be streamed: {CONVERSION.format(file, Path(file).stem)}"
+            for file in files
+            if not file.lower().endswith(EXTENSIONS)
+        )
         return open_files(files, [], dataset)
 
     def _load(self, opened: Opened, encoders: Encoders) -> tuple[Source, Dataset]:
@@ -114,9 +118,8 @@ class StreamedLM(StreamedLMSettings, CausalLM):
         batch = super().collate([[chunk for chunk in sample if chunk["length"]] for sample in samples])
         chunks = [*chain.from_iterable(samples)]
         counts = {"train/skipped_rows": sum(not chunk["length"] for chunk in chunks)}
-        for number, name in enumerate(self.source_names):
-            own = (len(chunk["input_ids"]) for chunk in chunks if chunk["source"] == number)
-            counts[f"train/tokens_{name}"] = sum(own)
+        for i, name in enumerate(self.source_names):
+            counts[f"train/tokens_{name}"] = sum(len(chunk["input_ids"]) for chunk in chunks if chunk["source"] == i)
         if self.sources:
             targets = [np.count_nonzero(np.asarray(chunk["labels"]) != -100) for chunk in chunks]
             sources = torch.from_numpy(np.repeat([chunk["source"] for chunk in chunks], targets))
@@ -134,8 +137,7 @@ class StreamedLM(StreamedLMSettings, CausalLM):
         scores = super().scores(batch, nats, correct)
         values = torch.stack([nats, torch.ones_like(nats)], 1)
         for number, name in enumerate(self.source_names):
-            own = (batch["sources"] == number).unsqueeze(1) * values
-            scores[f"loss_{name}"] = by_sequence(batch, own)
+            scores[f"loss_{name}"] = by_sequence(batch, (batch["sources"] == number).unsqueeze(1) * values)
         return scores
 
     def metrics(self, outputs: Tensors) -> dict[str, float]:
@@ -153,9 +155,3 @@ def of_blocks(split: Split, blocks: list[Block]) -> Split:
         return chain.from_iterable(read_block(block, columns) for block in blocks if block["file"] == file)
 
     return replace(split, files={block["file"]: "" for block in blocks}, read=read, version=blocks)
-
-
-def with_sources(tables: list[Dataset]) -> Dataset:
-    """Return the rows of the tables, one for each source, with its number in a column `source`."""
-    numbered = [table.add_column("source", np.full(len(table), source)) for source, table in enumerate(tables)]
-    return concatenate_datasets(numbered)

@@ -73,8 +73,9 @@ def document_attention(
     options |= {"attention_mask": attention_mask, "dropout": is_varlen and dropout}
     asked = {name for name, option in options.items() if isinstance(option, Tensor) or option}
     if unknown := sorted(asked - IGNORED_KWARGS):
-        kernel = "varlen" if is_varlen else "per-document"
-        raise ValueError(f"{kernel} attention does not support {' and '.join(unknown)}")
+        raise ValueError(
+            f"{'varlen' if is_varlen else 'per-document'} attention does not support {' and '.join(unknown)}"
+        )
     q, k, v = (t.transpose(1, 2).flatten(0, 1).to(value.dtype) for t in (query, key, value))
     # claiming groups where there are none may select another kernel for the backward pass
     grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}

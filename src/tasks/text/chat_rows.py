@@ -7,7 +7,7 @@ from typing import ClassVar
 from transformers import PreTrainedTokenizerFast
 
 from src.config.errors import UserError, as_user_error
-from src.tasks.text.chats import CHATML, ChatEncoder, as_tools, encode_chat, ends_of_turn, with_date
+from src.tasks.text.chats import CHATML, as_tools, encode_chat, encode_messages, ends_of_turn, with_date
 from src.tasks.text.rows import ROW, Encoders, Split
 from src.tasks.text.sequences import PackedSequences
 from src.tasks.text.tokenizing import Columns
@@ -33,18 +33,21 @@ class ChatRows(PackedSequences):
                 tokenizer.chat_template = Path(self.chat_template).read_text(encoding="utf-8")
         marks = ends_of_turn(tokenizer)
         if not marks:
-            says = f"task.chat_template={self.chat_template} ends a turn without a special token of the tokenizer's"
-            hint = "list its marks in task.new_tokens, such as '[<|im_start|>, <|im_end|>]', or write {{ eos_token }}"
-            raise UserError(f"{says}, so the model would never stop: {hint}")
+            raise UserError(
+                f"task.chat_template={self.chat_template} ends a turn without a special token of the tokenizer's, so "
+                "the model would never stop: list its marks in task.new_tokens, such as '[<|im_start|>, <|im_end|>]', "
+                "or write {{ eos_token }}"
+            )
         if tokenizer.eos_token not in marks:
             tokenizer.eos_token = marks[0]
         return tokenizer
 
     def choose_columns(self, split: Split, names: list[str]) -> Encoders:
         encoders = super().choose_columns(split, names)
-        prompt = self._columns.get("prompt")
+        prompt = self._columns.get("prompt", "")
+        rows = (record.row for file in split.files for record in split.read(file, [prompt]))
         # the first row tells, as in TRL
-        has_chats = prompt is not None and isinstance(split.first_row([prompt]).get(prompt), list)
+        has_chats = prompt and isinstance(next(rows).get(prompt), list)
         return self._chat_encoders() if "messages" in self._columns or has_chats else encoders
 
     def _chat_encoders(self) -> Encoders:
@@ -60,4 +63,5 @@ class ChatRows(PackedSequences):
         columns = self._columns | {"tools": "tools"}  # rows without tools need not have the column
         self._columns = {"chat": ROW}
         write = partial(encode_chat, columns=columns, tokenizer=tokenizer, train_on_prompts=self.train_on_prompts)
-        return {**dict.fromkeys(columns.values(), ChatEncoder(template)), "tools": as_tools, ROW: write}
+        encode = partial(encode_messages, template=template)
+        return {**dict.fromkeys(columns.values(), encode), "tools": as_tools, ROW: write}

@@ -4,7 +4,6 @@ import copy
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
 from os.path import commonprefix
@@ -92,22 +91,18 @@ DATE = re.compile(r"strftime_now\(\s*(['\"])([^'\"]*)\1\s*\)")
 """Where a template writes today's date."""
 
 
-@dataclass(frozen=True)
-class ChatEncoder:
-    """Returns messages as JSON, for a chat template. Raises a ValueError if one of them is not a message, or has a role
-    that neither the standard nor the template knows."""
-
-    template: str
-
-    def __call__(self, value: Any) -> str:
-        if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
-            raise ValueError(f"is not a list of messages, {MAX_MESSAGES:,} at most")
-        chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
-        roles = {message["role"]: written_role(message["role"], self.template) for message in chat}
-        if unknown := sorted(role for role, written in roles.items() if not written):
-            says = f"neither {', '.join(USUAL_ROLES)} nor in the chat template"
-            raise ValueError(f"has turns of unknown roles, {listed(unknown)}: {says}")
-        return as_json([message | {"role": roles[message["role"]]} for message in chat])
+def encode_messages(value: Any, template: str) -> str:
+    """Return messages as JSON, for this chat template. Raise a ValueError if one of them is not a message, or has a
+    role that neither the standard nor the template knows."""
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_MESSAGES:
+        raise ValueError(f"is not a list of messages, {MAX_MESSAGES:,} at most")
+    chat = [_normalize_message(message, f"has a message {number}") for number, message in enumerate(value, start=1)]
+    roles = {message["role"]: written_role(message["role"], template) for message in chat}
+    if unknown := sorted(role for role, written in roles.items() if not written):
+        raise ValueError(
+            f"has turns of unknown roles, {listed(unknown)}: neither {', '.join(USUAL_ROLES)} nor in the chat template"
+        )
+    return as_json([message | {"role": roles[message["role"]]} for message in chat])
 
 
 @lru_cache
@@ -139,9 +134,9 @@ def _normalize_message(message: Any, where: str) -> Message:
         raise ValueError(f"{where} with neither role and content nor from and value")
     role = message["role"].strip().lower()
     role = ROLES.get(role, role)
-    old = [message.pop("function_call", None)]
     with reraised_as(ValueError, f"{where} with a tool call without a name, or arguments that are not JSON: "):
-        calls = [_normalize_call(call) for call in [*message.get("tool_calls", ()), *old] if call]
+        found = *message.get("tool_calls", ()), message.pop("function_call", None)
+        calls = [_normalize_call(call) for call in found if call]
     thought = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning")
     content = message.get("content", "" if calls or thought else None)
     parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
@@ -150,8 +145,8 @@ def _normalize_message(message: Any, where: str) -> Message:
     content = "".join(part["text"] for part in parts)
     if role == "assistant" and not (content.strip() or calls or thought):
         raise ValueError(f"{where} that is empty (its role is {role})")
-    fields = {"role": role, "content": content, "reasoning_content": thought, "tool_calls": calls or None}
-    return _without_nulls(message | fields)
+    message |= {"role": role, "content": content, "reasoning_content": thought, "tool_calls": calls or None}
+    return _without_nulls(message)
 
 
 def _normalize_call(call: Message) -> Message:
@@ -174,7 +169,7 @@ def encode_chat(
     row: dict[str, str], columns: dict[str, str], tokenizer: PreTrainedTokenizerFast, train_on_prompts: bool
 ) -> str:
     """Return a row of a chat, or of a prompt and a completion of messages, as the JSON of what `render_chat` returns.
-    Its values are encoded by ChatEncoder and `as_tools`; `columns` are their names by role."""
+    Its values are encoded by `encode_messages` and `as_tools`; `columns` are their names by role."""
     values = {role: row[column] for role, column in columns.items()}
     prompt = [message | {"weight": 0} for message in json.loads(values.get("prompt", "[]"))]
     chat = prompt + json.loads(values.get("messages") or values["completion"])
@@ -189,8 +184,9 @@ def render_chat(
     except for messages of weight 0; None: all. Raise a UserError if there is no template, or it fails, leaves out what
     the chat says, or writes a turn so that it cannot be found."""
     if not tokenizer.chat_template:
-        hint = "set --task.chat_template to a Jinja file with one, or to chatml"
-        raise UserError(f"the tokenizer has no chat template: {hint}")
+        raise UserError(
+            "the tokenizer has no chat template: set --task.chat_template to a Jinja file with one, or to chatml"
+        )
     render = partial(_render, tokenizer=tokenizer, tools=tools)
     text = render(chat)
     _require_written(chat, tools, text)
@@ -202,8 +198,11 @@ def render_chat(
         known: Any = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map}
         marked: Any = render_jinja_template([chat], return_assistant_tokens_mask=True, **known)[1]
         return text, marked[0]
-    learnt = [i for i, message in enumerate(chat) if has_weight[i] and message["role"].lower() == "assistant"]
-    return text, [_turn(chat, i, text, render, str(tokenizer.eos_token or "")) for i in learnt]
+    return text, [
+        _turn(chat, i, text, render, str(tokenizer.eos_token or ""))
+        for i, message in enumerate(chat)
+        if has_weight[i] and message["role"].lower() == "assistant"
+    ]
 
 
 def _require_written(chat: Chat, tools: Tools | None, text: str) -> None:
@@ -223,8 +222,7 @@ def _require_written(chat: Chat, tools: Tools | None, text: str) -> None:
         forms = part, json.dumps(part, ensure_ascii=False)[1:-1], FLAG.sub("", part)
         written = [form for form in map(_without_spaces, forms) if form in text]
         if not written:
-            says = f"the tokenizer's chat template leaves out {part[:40]!r} of {_quote(chat)}"
-            raise UserError(f"{says}: {OTHER}")
+            raise UserError(f"the tokenizer's chat template leaves out {part[:40]!r} of {_quote(chat)}: {OTHER}")
         text = text.replace(written[0], "\0", 1)
 
 
@@ -303,8 +301,7 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
 
 def _overlap(turn: str, rest: str) -> int:
     """Return how many characters of a turn's end, as many as possible, begin the rest."""
-    sizes = range(min(len(turn), len(rest)), 0, -1)
-    return next((size for size in sizes if turn.endswith(rest[:size])), 0)
+    return next(size for size in range(min(len(turn), len(rest)), -1, -1) if turn.endswith(rest[:size]))
 
 
 def _quote(chat: Chat) -> str:

@@ -20,8 +20,10 @@ class Decoder(DecoderSettings, FineTuning):
         else:
             config = new_config(self.architecture, self._tokenizer, self.sequence_length)
         if getattr(config.get_text_config(), "output_router_logits", False):
-            says = "the auxiliary loss of a mixture of experts would depend on the number of processes"
-            raise UserError(f"{config.model_type}: output_router_logits is true, but {says}: set it to false")
+            raise UserError(
+                f"{config.model_type}: output_router_logits is true, but the auxiliary loss of a mixture of experts "
+                "would depend on the number of processes: set it to false"
+            )
         return config
 
     @cached_property

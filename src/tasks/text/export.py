@@ -42,9 +42,10 @@ def set_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     generation = model.generation_config
     known = generation.eos_token_id  # one, several or none
     eos_token_ids = [known] if isinstance(known, int) else known or []
-    for mark in [mark for find in ENDS for mark in find(tokenizer)[:1]]:
-        if (end := tokenizer.get_vocab()[mark]) not in eos_token_ids:
-            eos_token_ids = generation.eos_token_id = [*eos_token_ids, end]
+    for find in ENDS:
+        for mark in find(tokenizer)[:1]:
+            if (end := tokenizer.get_vocab()[mark]) not in eos_token_ids:
+                eos_token_ids = generation.eos_token_id = [*eos_token_ids, end]
 
 
 def drop_settings_without_effect(generation: Any) -> list[str]:
@@ -93,7 +94,7 @@ def write_gathered(tensors: Tensors, folder: Path, accelerator: Accelerator) -> 
         del gathered  # before the next file's tensors are gathered
     if accelerator.is_main_process and split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_bytes(json.dumps(index, indent=2).encode())
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def gather(tensor: Tensor, accelerator: Accelerator) -> Any:

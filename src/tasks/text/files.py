@@ -84,9 +84,9 @@ def by_split(files: dict[str, str]) -> dict[str, dict[str, str]]:
     folder = commonprefix([*files]).rpartition("/")[0]  # noqa: RUF071  # then cut at a slash
     splits: dict[str, dict[str, str]] = {}
     for file, version in files.items():
-        *folders, name = file.removeprefix(folder).split("/")
-        words = [*(folder for folder in folders if folder.lower() in FOLDERS), name]
-        if found := SPLIT_WORD.findall(" ".join(words).lower()):
+        *folders, name = file.removeprefix(folder).lower().split("/")
+        words = [*(folder for folder in folders if folder in FOLDERS), name]
+        if found := SPLIT_WORD.findall(" ".join(words)):
             splits.setdefault(SPLITS[found[-1]], {})[file] = version
     return splits or {"train": files}
 

@@ -78,13 +78,18 @@ def new_config(
     fields = dict(architecture)
     kind = str(fields.pop("model_type", None))
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        close = nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-        raise UserError(f"task.architecture.model_type={kind}: transformers has no such causal language model{close}")
+        raise UserError(
+            f"task.architecture.model_type={kind}: transformers has no such causal language model"
+            f"{nearest(kind, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))}"
+        )
     default = AutoConfig.for_model(kind)
     other_names = default.attribute_map  # in GPT-2, max_position_embeddings is another name of n_positions
     known = [name for name in (*default.to_dict(), *other_names) if not name.startswith("_")]
-    unknown = [name for name in fields if name not in known]
-    raise_if_any(f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}" for name in unknown)
+    raise_if_any(
+        f"task.architecture.{name}: {kind} has no such field{nearest(name, known)}"
+        for name in fields
+        if name not in known
+    )
     fitting = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     fitting["vocab_size"] = len(tokenizer)
     if "max_position_embeddings" in known:
@@ -113,8 +118,10 @@ def load_tokenizer(setting: str, source: str | None, revision: str | None = None
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
     # what transformers makes if there are no files at all has special tokens alone; T5's has a token for spaces
     if not (tokenizer and tokenizer.is_fast and len(tokenizer) > len(tokenizer.all_special_tokens) + 1):
-        hint = "a language model may have another one's (task.tokenizer)"
-        raise UserError(f"task.{setting}={source}: has no tokenizer that can be read: {hint}")
+        raise UserError(
+            f"task.{setting}={source}: has no tokenizer that can be read: a language model may have another one's "
+            "(task.tokenizer)"
+        )
     return tokenizer
 
 
@@ -150,9 +157,10 @@ def require_known(ids: np.ndarray, tokenizer: PreTrainedTokenizerFast, num_known
     for padding."""
     largest = int(max(ids.max(initial=0), tokenizer.pad_token_id or 0))
     if largest >= num_known:
-        token = tokenizer.convert_ids_to_tokens(largest)
-        says = f"the token {token} has the id {largest}, but the model knows {num_known} tokens"
-        raise UserError(f"{says} (task.tokenizer, task.architecture.vocab_size)")
+        raise UserError(
+            f"the token {tokenizer.convert_ids_to_tokens(largest)} has the id {largest}, but the model knows "
+            f"{num_known} tokens (task.tokenizer, task.architecture.vocab_size)"
+        )
 
 
 # --------------------------------------------------------------------------------------------------- the whole model
@@ -216,7 +224,7 @@ def load_exported(folder: Path, base_dtype: str | None = None) -> Any:
         compute = torch.bfloat16 if base_dtype == "nf4" else None
         model, (absent, _) = read_model(AutoModelForCausalLM, source, revision, config, compute)
         if absent:
-            raise UserError(f"not a language model: it lacks {min(absent)}")
+            raise ValueError(f"it lacks {min(absent)}")
         if has_adapters:
             resize_embeddings(model, len(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)))
             read_generation_config(model, str(folder))

@@ -114,8 +114,7 @@ class LanguageModel(nn.Module):
         return outputs if self._softcap is None else (outputs / self._softcap).tanh() * self._softcap
 
     def _rows_at_once(self, states: Tensor) -> int:
-        vocabulary = self.hf.config.get_text_config().vocab_size
-        rows = (CHUNK_ON_GPU if states.is_cuda else CHUNK) // vocabulary
+        rows = (CHUNK_ON_GPU if states.is_cuda else CHUNK) // self.hf.config.get_text_config().vocab_size
         return rows // TILE * TILE or rows
 
 
@@ -211,8 +210,7 @@ def count_flops(model: Any) -> tuple[int, int, int] | None:
     config, decoder = model.config.get_text_config(), model.get_decoder()
     heads, kinds = getattr(config, "num_attention_heads", None), getattr(config, "layer_types", None) or ()
     special = any(getattr(config, name, None) for name in ("sliding_window", "num_experts_per_tok"))
-    is_plain = heads and {*kinds} <= {"full_attention"} and not special
-    if not is_plain or any(weight.ndim > 2 for weight in decoder.parameters()):
+    if not heads or special or {*kinds} - {"full_attention"} or any(weight.ndim > 2 for weight in decoder.parameters()):
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     per_pair = 12 * config.num_hidden_layers * heads * width

@@ -102,14 +102,14 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     rooms: list[int] = []  # the rooms that some sequence has, in ascending order
     for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         i = bisect_left(rooms, length)
-        if i == len(rooms):  # no sequence has room: start one, which is then taken and put back like any other
-            sequences.append([])
-            by_room[capacity].append(sequences[-1])
-            rooms.append(capacity)
-        room = rooms[i]
-        sequence = by_room[room].pop()
-        if not by_room[room]:
-            del rooms[i]
+        if i < len(rooms):
+            room = rooms[i]
+            sequence = by_room[room].pop()
+            if not by_room[room]:
+                del rooms[i]
+        else:  # no sequence has room
+            room, sequence = capacity, []
+            sequences.append(sequence)
         sequence.append(row)
         if left := room - length:
             if not by_room[left]:

@@ -58,10 +58,9 @@ class Note(NamedTuple):
     lines: int
 
 
-Encoder = Callable[[Any], str | None]
-"""Returns a value as the text to keep; raises a ValueError that says why it cannot be used."""
-Encoders = Mapping[str, Encoder]
-"""Encoders of the columns in use, by column. If one accepts None, its column may be missing."""
+Encoders = Mapping[str, Callable[[Any], str | None]]
+"""Encoders of the columns in use, by column: each returns a value as the text to keep, or raises a ValueError that says
+why it cannot be used. If one accepts None, its column may be missing."""
 ROW = "the row as text"
 """Name of a last column that no file has. Its encoder gets the values of the others, encoded, by column, and what it
 returns is all that is kept of them."""
@@ -83,10 +82,10 @@ csv.field_size_limit(2**31 - 1)
 
 def require_text(value: Any) -> str:
     """Return a text as it is. Raise a ValueError if the value is empty or not text."""
-    if value is None or (isinstance(value, str) and (not value or value.isspace())):
-        raise ValueError("is empty")
-    if not isinstance(value, str):
+    if not isinstance(value, str | None):
         raise ValueError(f"is {type(value).__name__}, not text")
+    if not value or value.isspace():
+        raise ValueError("is empty")
     return encodable(value)
 
 
@@ -136,18 +135,13 @@ def read_file(url: str, columns: Sequence[str] | None = None, header: Sequence[s
         # bytes that are not UTF-8 are kept, so that messages can name their row
         with attempt, fsspec.open(url, mode, encoding=ENCODING, errors="surrogateescape", newline=newline) as stream:
             if mode == "r":
-                require_utf8(stream.read(2))
+                if {*stream.read(2)} & {"\0", "\udcfe"}:  # the bytes 0 and 0xfe: one of a byte order mark's two
+                    raise ValueError("its text is UTF-16: save it as UTF-8")
                 stream.seek(0)
             for record in islice(READERS[suffix](stream, columns, header), done, None):
                 done += 1
                 yield record
             return
-
-
-def require_utf8(text: str) -> None:
-    """Raise a ValueError if a file that begins with this text, read as UTF-8, is UTF-16."""
-    if {*text[:2]} & {"\0", "\udcfe"}:  # the bytes 0 and 0xfe: one of a byte order mark's two
-        raise ValueError("its text is UTF-16: save it as UTF-8")
 
 
 def read_jsonl(lines: Iterable[str], *_: Any) -> Iterator[Record]:
@@ -205,8 +199,9 @@ def read_csv(text: TextIO, _: Any, header: Sequence[str], **dialect: Any) -> Ite
 
 def require_distinct(names: list[str]) -> None:
     """Raise a ValueError if a column is named twice."""
-    if twice := [name for name, count in Counter(names).items() if name and count > 1]:
-        raise ValueError(f"two columns are called {twice[0]}")
+    for name, count in Counter(names).items():
+        if name and count > 1:
+            raise ValueError(f"two columns are called {name}")
 
 
 def read_txt(text: TextIO, *_: Any) -> Iterator[Record]:
@@ -247,16 +242,15 @@ def declared_features(schema: pa.Schema) -> Features:
         return Features.from_dict(written.get("info", {}).get("features") or {})
 
 
-def read_batches(batches: Iterable[Any], features: Mapping[str, Any], first: int = 1) -> Iterator[Record]:
+def read_batches(batches: Iterable[Any], features: Mapping[str, Any], number: int = 1) -> Iterator[Record]:
     """Yield the rows of Arrow tables, of which the first has this number."""
-    number = first
     for batch in batches:
         names = batch.schema.names
         columns = [decoded_column(batch[name], features.get(name)) for name in names]
         for values in zip(*columns, strict=True) if names else repeat((), batch.num_rows):
             row = dict(zip(names, values, strict=True))
-            errors = [f"{name} cannot be read: {value}" for name, value in row.items() if isinstance(value, Exception)]
-            yield Record(number, row, "; ".join(errors[:1]))
+            errors = (f"{name} cannot be read: {value}" for name, value in row.items() if isinstance(value, Exception))
+            yield Record(number, row, next(errors, ""))
             number += 1
 
 
@@ -297,10 +291,6 @@ class Split:
     """The columns of the first file that has rows."""
     version: Any
     """Changes with the content."""
-
-    def first_row(self, columns: Sequence[str]) -> Row:
-        """Return the first row, with these columns."""
-        return next(record.row for file in self.files for record in self.read(file, columns))
 
 
 def open_files(files: dict[str, str], header: Sequence[str], dataset: str) -> Split:
@@ -347,23 +337,20 @@ def write_parquet(table: Dataset, name: str) -> str:
 def missing_columns(encoders: Encoders, names: Iterable[str]) -> str:
     """Return the columns with these encoders that are not among the names, joined by nor. An encoder that takes None
     does without."""
-    absent = [name for name in encoders if name not in (ROW, *names)]
-    return " nor ".join(name for name in absent if not is_optional(encoders[name]))
+    missing, known = [], {ROW, *names}
+    for name, encode in encoders.items():
+        if name not in known:
+            try:
+                encode(None)
+            except ValueError:
+                missing.append(name)
+    return " nor ".join(missing)
 
 
 def require_file_columns(encoders: Encoders, names: Iterable[str], file: str) -> None:
     """Raise a UserError if a file with these columns lacks one."""
     if missing := missing_columns(encoders, names):
         raise UserError(f"{file}: no column {missing}, which other files have")
-
-
-def is_optional(encode: Any) -> bool:
-    """Return whether a column with this encoder may be missing."""
-    try:
-        encode(None)
-    except ValueError:
-        return False
-    return True
 
 
 def text_rows(split: Split, encoders: Encoders, desc: str) -> Dataset:
@@ -383,9 +370,9 @@ def text_rows(split: Split, encoders: Encoders, desc: str) -> Dataset:
                     for number, row, reason, lines in chain(head, () if mistakes else records):
                         progress.update()
                         encoded, reason = encode_row(row, reason, encoders)
-                        note = Note(place_of(file, number), reason, lines)
-                        noted = json.dumps(note) if reason or lines > 1 else None
-                        yield dict.fromkeys(features) | encoded | {NOTE: noted}
+                        if reason or lines > 1:
+                            encoded[NOTE] = json.dumps(Note(place_of(file, number), reason, lines))
+                        yield dict.fromkeys(features) | encoded
                 except UserError as error:
                     mistakes += error.args
         raise_if_any(mistakes)

@@ -55,7 +55,8 @@ SLICE = 2**16
 """Characters that are tokenized at once: the tokenizer's Python objects take 260 times the memory of the text."""
 OVERLAP = 256
 """Characters that a slice repeats of the one before."""
-INTS, INT = List(Value("int32")), Value("int32")
+INT = Value("int32")
+INTS = List(INT)
 CHUNK_FEATURES = Features(
     {"row": INT, "input_ids": INTS, "labels": INTS, "length": INT, "targets": INT, "truncated": Value("bool")}
 )
@@ -121,7 +122,12 @@ def encode(
     """Return a text's tokens, and their labels: the tokens within these spans (None: all), and -100 for the others;
     int32 of shape (tokens,). Unless a chat template wrote it, so that it `has_ends`, those that begin and end a
     document are added; the last one is always learnt."""
-    before, after = ([], []) if has_ends else missing_ends(text, tokenizer)
+    before: list[int] = []
+    after: list[int] = []
+    if not has_ends:  # a text that has them was written by a chat template: the model would learn to write them twice
+        (before, begin), (after, end) = _document_ends(tokenizer)
+        before = [] if text.lstrip().startswith(begin) else before
+        after = [] if text.rstrip().endswith(end) else after
     parts: list[Any] = [(before, before if spans is None else [-100] * len(before))]
     for start, known, part in _slices(text, tokenizer):
         encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=spans is not None, verbose=False)
@@ -150,8 +156,7 @@ def _within(spans: Spans, offsets: np.ndarray, is_added: np.ndarray) -> np.ndarr
     ends = np.where(is_added, starts + 1, ends)
     # some tokenizers report whitespace tokens as empty: each then spans what is between its neighbours
     starts = np.where(starts == ends, np.maximum.accumulate(np.append(0, ends[:-1])), starts)
-    found = [(ends > first) & (starts < last) & (ends > starts) for first, last in spans]
-    return np.any(found, axis=0)
+    return np.any([(ends > first) & (starts < last) & (ends > starts) for first, last in spans], axis=0)
 
 
 def _slices(text: str, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[int, int, str]]:
@@ -170,13 +175,6 @@ def _slices(text: str, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[int
         yield start, known, text[start:end]
         start, known = first, len(tokens)
     yield start, known, text[start:]
-
-
-def missing_ends(text: str, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Return the tokens that begin a document and those that end it, unless the text has them: text that a chat
-    template wrote has its own, and the model would learn to write them twice."""
-    (before, begin), (after, end) = _document_ends(tokenizer)
-    return [] if text.lstrip().startswith(begin) else before, [] if text.rstrip().endswith(end) else after
 
 
 @lru_cache(maxsize=1)
