@@ -122,12 +122,7 @@ def encode(
     """Return a text's tokens, and their labels: the tokens within these spans (None: all), and -100 for the others;
     int32 of shape (tokens,). Unless a chat template wrote it, so that it `has_ends`, those that begin and end a
     document are added; the last one is always learnt."""
-    before: list[int] = []
-    after: list[int] = []
-    if not has_ends:  # a text that has them was written by a chat template: the model would learn to write them twice
-        (before, begin), (after, end) = _document_ends(tokenizer)
-        before = [] if text.lstrip().startswith(begin) else before
-        after = [] if text.rstrip().endswith(end) else after
+    before, after = ([], []) if has_ends else missing_ends(text, tokenizer)
     parts: list[Any] = [(before, before if spans is None else [-100] * len(before))]
     for start, known, part in _slices(text, tokenizer):
         encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=spans is not None, verbose=False)
@@ -175,6 +170,13 @@ def _slices(text: str, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[int
         yield start, known, text[start:end]
         start, known = first, len(tokens)
     yield start, known, text[start:]
+
+
+def missing_ends(text: str, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Return the tokens that begin a document and those that end it, unless the text has them: text that a chat
+    template wrote has its own, and the model would learn to write them twice."""
+    (before, begin), (after, end) = _document_ends(tokenizer)
+    return [] if text.lstrip().startswith(begin) else before, [] if text.rstrip().endswith(end) else after
 
 
 @lru_cache(maxsize=1)
