@@ -78,7 +78,9 @@ class HubModel:
                 model, fit = read_model(AutoModelForImageClassification, self.name, None, config, None)
                 self._accept(model, fit, new=head(config) if classes != self.labels else set())
             else:
-                model = AutoModelForImageClassification.from_config(config, dtype=torch.float32)
+                model = AutoModelForImageClassification.from_config(
+                    config, dtype=torch.float32, trust_remote_code=False
+                )
             if self.is_timm and not is_read:  # whose weights transformers has drawn in another way than timm does
                 timm, options = import_module("timm"), config.model_args or {}
                 model.timm_model = timm.create_model(config.architecture, num_classes=len(classes), **options)
@@ -182,6 +184,6 @@ def head(config: Any) -> set[str]:
         other = copy.deepcopy(config)
         other.num_labels += more
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            model: nn.Module = AutoModelForImageClassification.from_config(other)
+            model: nn.Module = AutoModelForImageClassification.from_config(other, trust_remote_code=False)
         shapes.append({name: weight.shape for name, weight in model.named_parameters()})
     return {name for name, shape in shapes[0].items() if shapes[1][name] != shape}

@@ -14,7 +14,10 @@ from src.tasks.mnist import MnistCnn
 from tests.launching import BIN, PROJECT, WANDB, Launch, Rounding, Run, Whole, needs, run_command, slow
 
 HAS_REPORT = (PROJECT / "src/tracking/report.py").exists()
-MEASURED = {"perf/data_seconds", "perf/compute_seconds", "perf/peak_memory_bytes"}
+MEASURED = {
+    "perf/data_seconds", "perf/compute_seconds", "perf/step_seconds", "perf/own_seconds", "perf/own_seconds_max",
+    "perf/peak_memory_bytes",
+}  # fmt: skip
 MEASURED = MEASURED if (PROJECT / "src/tracking/performance.py").exists() else set()
 GPU_YAMLS = [
     ("fsdp", 2, "fsdp"), ("fsdp", 1, "fsdp"), ("ddp_bf16_hook", 2, "ddp"), slow("single_gpu", 1, "single"),

@@ -63,7 +63,8 @@ def trained(task: Any) -> Any:
     torch.manual_seed(0)
     model = task.build_model().eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter)  # logits of both signs, which depend on the text
+        if parameter.ndim > 1:  # no biases: logits of both signs, which depend on the text
+            torch.nn.init.normal_(parameter)
     return model
 
 

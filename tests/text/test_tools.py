@@ -185,4 +185,4 @@ def test_an_export_is_evaluated_without_the_model_that_it_started_from(models: P
     exported = tiny.task(TextClassification, **settings)
     exported.load_export(Path("exported"))
     _, evaluation = exported.build_datasets()
-    assert (len(evaluation), exported.state.data) == (1, {"labels": ["x", "y"]})
+    assert (len(evaluation), exported.state.data) == (1, {"labels": ["x", "y"], "class_weights": None})

@@ -265,7 +265,7 @@ def label_json(problem: str, value: Any) -> str:
     text may be a number, or the JSON of a list. Raise a ValueError if it is none of these, or has a name twice."""
     if problem == "regression":
         number = float(str(value).replace("_", " "))  # Python would read 1_000
-        if not abs(number) <= np.finfo(np.float32).max:
+        if not abs(number) <= float(np.finfo(np.float32).max):
             raise ValueError(f"is no finite number in fp32: {number}")
         return json.dumps([number])
     values = [value]

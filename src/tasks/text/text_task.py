@@ -60,6 +60,7 @@ class TextTask(TextSettings, Task):
             splits = find_splits(dataset, config)
         others = (name for name in EVALUATION if name in splits and name != self.train_split)
         evaluation = self.eval_split or next(others, None)
+        self._skipped_rows.clear()
         used = {"train_split": self.train_split or evaluation or "train", "eval_split": evaluation}
         for setting, split in used.items():
             if split and split not in splits:
