@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification
 
 from src.config.errors import UserError, listed
+from src.tasks.base import Counts
 from src.tasks.text.load import require_known
 from src.tasks.text.rows import as_json
 from src.tasks.text.text_classification import TextClassification, as_written
@@ -36,6 +37,10 @@ class TokenClassification(TextClassification):
     """Column of tags, a list with one for each word."""
     text_pair_column: None = None
     """Sentences don't come in pairs here."""
+    problem: Literal["single_label_classification"] = "single_label_classification"  # type: ignore[assignment]
+    """What transformers calls it: each word has one tag."""
+    class_weights: None = None
+    """All tags count the same here."""
     metric_names: ClassVar[tuple[str, ...]] = ("precision", "recall", "f1")
     auto_class: ClassVar[Any] = AutoModelForTokenClassification
     pipeline_tag: ClassVar[str] = "token-classification"
@@ -120,6 +125,9 @@ class TokenClassification(TextClassification):
         row = dataset[index]
         pieces = zip(self._tokenizer.convert_ids_to_tokens(row["input_ids"]), row["label"], strict=True)
         return " ".join(f"{piece}/{self._labels[label]}" if label >= 0 else piece for piece, label in pieces)
+
+    def count(self, batch: dict[str, Any]) -> Counts:
+        return super().count(batch) | {"targets": int((batch["labels"] >= 0).sum())}
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         return self.evaluate(model, batch)[0]

@@ -23,9 +23,8 @@ def build_skeleton(task: Any) -> nn.Module:
         import_module("plan.four_bits").give_four_bits(model)  # needs bitsandbytes
     # PiSSA and the like read the weights' values, and take no more memory than other adapters
     options = {name: value for name, value in task.lora.options.items() if name != "init_lora_weights"}
-    return (
-        task.model_copy(update={"lora": task.lora.model_copy(update={"options": options})}).bind(task.state).wrap(model)
-    )
+    lora = task.lora.model_copy(update={"options": options})
+    return task.model_copy(update={"lora": lora}).bind(task.state).wrap(model)
 
 
 def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> Any:

@@ -67,7 +67,7 @@ def test_it_asks_for_what_is_missing_and_says_why_an_answer_is_wrong(tmp_path: P
         "  99: not known (mnist, ",
         "  reprot: not known, did you mean report? (aliases, check, ",
         f"my-project is in {dest}, ",
-        "  left out  chats, long_sequences, report, samples, streaming, text\n",
+        "  left out  chats, image_models, long_sequences, report, samples, streaming, text\n",
         *(page(task)[0].splitlines()[0] for task in TASKS),
         *(part["about"] for part in PARTS.values() if "about" in part),
     ):

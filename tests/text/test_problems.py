@@ -64,7 +64,7 @@ def trained(task: Any) -> Any:
     model = task.build_model().eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # no biases: logits of both signs, which depend on the text
-            torch.nn.init.normal_(parameter)
+            torch.nn.init.normal_(parameter, std=0.4)
     return model
 
 
