@@ -37,7 +37,7 @@ class TokenClassification(TextClassification):
     """Column of tags, a list with one for each word."""
     text_pair_column: None = None
     """Sentences don't come in pairs here."""
-    problem: Literal["single_label_classification"] = "single_label_classification"  # type: ignore[assignment]
+    problem: Literal["single_label_classification"] = "single_label_classification"
     """What transformers calls it: each word has one tag."""
     class_weights: None = None
     """All tags count the same here."""
