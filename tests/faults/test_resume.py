@@ -56,6 +56,8 @@ TABLE += (
     "lm in 4 bits      fast -    -    -",
     "chat              -    -    slow -",
     "several labels    -    -    fast -",
+    "classifier        -    -    slow -",
+    "experts           -    -    slow -",
 )
 TABLE += (
     "pictures          -    -    slow -",
