@@ -201,7 +201,8 @@ class ImageClassification(Task):
         return {"optim.lr": 1e-4, "optim.max_grad_norm": 1.0} if has_weights else {}
 
     def build_model(self) -> Any:
-        weights, classes, hub = "" if self.state.is_trained else self._start, self.state.data["classes"], self._hub
+        is_read = self.state.has_frozen or not self.state.is_trained
+        weights, classes, hub = self._start if is_read else "", self.state.data["classes"], self._hub
         where = f"task.model={self.model}, task.weights={self._start}, task.norm={self.norm}: "
         if hub:
             model = hub.build(classes, is_read=bool(weights))

@@ -32,7 +32,7 @@ from src.tasks import TASKS
 from src.tasks.base import Examples, Task, TaskState
 from src.tasks.task_checks import require_sum
 from src.training.batches import fetch_batch
-from src.training.optim import build_optimizers, lr_at, set_lr
+from src.training.optim import build_optimizers, extended, lr_at, set_lr
 from src.training.run import new_model
 
 
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
     model = new_model(config)[0].to(device)  # with the same seed on all processes
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)
-    optimizers = build_optimizers(config.optim, model)
+    optimizers = extended(config, model, build_optimizers(config.optim, model))
     set_seed((config.seed + rank) % 2**32)  # so that dropout differs between processes
 
     size = len(train_set)

@@ -66,7 +66,7 @@ def require_same_frozen(checkpoint: Path, then: float, now: float) -> None:
     if not math.isclose(then, now, rel_tol=1e-6):
         raise UserError(
             f"{checkpoint} belongs to a different base model (norm of frozen weights: {then:.8g}, now {now:.8g}): "
-            "name its old version by task.revision"
+            "name its old version by task.revision, or freeze the same parts"
         )
 
 

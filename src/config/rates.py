@@ -24,7 +24,7 @@ class RateSettings(OptimSettings):
     groups: list[ParameterGroup] = []
     r"""Parameters with a rate of their own, or frozen, by regular expressions for their whole names:
     [{match: 'backbone\..*', lr_scale: 0.1}, {match: '.*embed.*', frozen: true}]. The first match counts."""
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Factor of the learning rate from each of the model's blocks to the one before; the deepest block, and what comes
     after it, has the full rate, the embeddings the lowest. null: one rate."""
 

@@ -97,7 +97,7 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
     _set_up_cpu(launcher, on_cpu, asked.local_world_size)
     if precision != "fp8":
         os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # else Accelerate would still convert the model
-    timeout = timedelta(minutes=max(config.timeout_minutes, FIRST_MINUTES))
+    timeout = first_timeout(config)
     comm_hook = config.ddp_comm_hook if asked.world_size > 1 else None
     handlers = [
         GradScalerKwargs(enabled=False),  # Progress.update_loss_scale replaces it
@@ -137,6 +137,11 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
         comm_hook=comm_hook,
         note=note,
     )
+
+
+def first_timeout(config: Config) -> timedelta:
+    """Return how long collectives wait for a process until the first step is done."""
+    return timedelta(minutes=max(config.timeout_minutes, FIRST_MINUTES))
 
 
 def set_timeout(accelerator: Accelerator, timeout: timedelta, *more: Any) -> None:

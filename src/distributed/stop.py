@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from src.config.config import Config
+from src.distributed.accelerator import first_timeout
 from src.distributed.process import SIGNALS
 
 Sums = dict[str, float]
@@ -30,8 +31,8 @@ class StopSignal:
         """Of its sums; None: the default one."""
         # on a CPU that is gloo's already: each group has a thread that wakes up every 10 ms, also if it has no work
         if accelerator.device.type != "cpu" and not self._is_alone:
-            # waits for 30 minutes, until `fit` sets what holds after the first step
-            self.group = torch.distributed.new_group(backend="gloo")
+            # until `fit` sets what holds after the first step
+            self.group = torch.distributed.new_group(backend="gloo", timeout=first_timeout(config))
         self._request = self.begin_sum({})
 
     @property

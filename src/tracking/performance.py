@@ -22,8 +22,8 @@ PEAKS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml").read_
 """Peak dense TFLOPS in half precision by words of a device's name: the first match counts."""
 PARTIAL = {"MIG", "Laptop", "D"}
 """Words in the names of devices that are slower than the table says."""
-FEWEST = 10
-"""Steps of an interval that is long enough to judge by."""
+FEWEST, MOST = 10, 100
+"""Steps of an interval that is long enough to judge processes by, and the most whose forward passes are timed."""
 
 
 def peak_flops(name: str, precision: str) -> float | None:
@@ -66,12 +66,16 @@ def measure(run: Run, steps: Fetched, take_step: TrainStep) -> tuple[Fetched, Tr
         interval.append(([*times], flops))
         return result._replace(measured=interval_metrics(run, interval, peak, named)) if run.is_logged() else result
 
+    def note_forward(*_: Any) -> None:
+        if len(interval) < MOST:
+            note()
+
     if run.world_size > 1:
         # All take as long as the slowest, for which they wait in collectives. Within these modules there are none: FSDP
         # gathers their weights in a hook of its own, before `note`.
         for unit in sharded_units(run.model)[1:] or [model]:
-            unit.register_forward_pre_hook(note)
-            unit.register_forward_hook(note, prepend=True)
+            unit.register_forward_pre_hook(note_forward)
+            unit.register_forward_hook(note_forward, prepend=True)
     return fetch(), take
 
 
@@ -86,7 +90,7 @@ def interval_metrics(run: Run, interval: list[Any], peak: float | None, named: l
         found.append((gaps[0], sum(gaps[1:]), flops, sum(gaps[::2])))
     interval.clear()
     # of its own time the median, so that no single step counts, such as the one that compiles
-    *means, own = np.transpose(gather_object([(*np.mean(found, 0)[:3], np.median(found, 0)[3])]))
+    *means, own = np.transpose(gather_object([(*np.mean(found, 0)[:3], np.median(found[:MOST], 0)[3])]))
     data, compute, flops = np.mean(means, 1).tolist()
     slowest, mean = int(own.argmax()), own.mean()
     metrics = {

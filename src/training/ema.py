@@ -42,6 +42,9 @@ class Average(Optimizer):
     def exchange(self) -> None:
         """Exchange the weights with their averages, if these are what is evaluated. Before the first step, do
         nothing."""
+        # offloaded weights may still be on their way to the GPU
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         for parameter, state in self.state.items() if self._is_evaluated else ():
             weights = parameter.clone()
             parameter.copy_(state["average"])

@@ -68,9 +68,11 @@ def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any
     return (plain if rows == 1 else compiled)(*args, **kwargs)
 
 
-def _offloaded(forward: Any, hidden: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+def _offloaded(forward: Any, hidden: Tensor | None = None, /, *args: Any, **kwargs: Any) -> Any:
     """Call a block, to be recomputed in the backward pass from its first argument, which waits for that in the host's
     memory: on an NVIDIA GPU it is pinned, so that the host waits for no copy. Other arguments, such as masks, are the
     same for all blocks, and stay where they are."""
+    if hidden is None:
+        raise UserError("activation_offload: a block is given its input by a keyword, not first: set it to false")
     with torch.autograd.graph.save_on_cpu(hidden.is_cuda):
         return checkpoint(lambda first: forward(first, *args, **kwargs), hidden, use_reentrant=False)
