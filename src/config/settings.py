@@ -161,7 +161,7 @@ def _reason(name: str, problem: Any, known: list[str]) -> str:
     """Return why pydantic refuses the setting of this name, or a value within it."""
     *_, place = problem["loc"]
     # of a mapping in a list
-    is_within = isinstance(place, str) and place not in name.split(".")
+    is_within = isinstance(place, str) and place not in (name, *name.split("."))
     match problem["type"]:
         case "extra_forbidden":
             why = f"unknown setting{nearest(place if is_within else name, known)}"

@@ -32,6 +32,7 @@ from transformers import (
 
 from examples import image_weights
 from examples.image_classification import ImageClassification, read_picture
+from src.checkpoint.load import config_of, load_trained_model
 from src.config.errors import UserError
 from tests.launching import PROJECT, Launch, run_command
 from tests.task_tests import TaskTests
@@ -143,9 +144,13 @@ def test_a_model_sees_what_its_processor_makes(kind: str, stored: Callable[[str]
 def test_each_kind_of_model_trains_and_its_export_sees_the_same(
     kind: str, launch: Launch, stored: Callable[[str], Path], colours: Path
 ) -> None:
-    """Loaded by a pipeline, which tells the classes. SigLIP and DINOv2 have weights that the logits don't depend on."""
+    """Loaded by a pipeline, which tells the classes, and from a checkpoint, which lacks the frozen embeddings. SigLIP
+    and DINOv2 have weights that the logits don't depend on."""
     words = f"--task.data_dir={colours} --task.model={stored(kind)} --task.norm=frozen --max_steps=3 --optim.lr=1e-3"
-    run = launch("fsdp", "--task.name=image_classification", *words.split(), processes=2).succeeded()
+    frozen = ("--optim.groups=[{match: .*embed.*, frozen: true}]", "--seed=5")
+    run = launch("fsdp", "--task.name=image_classification", *words.split(), *frozen, processes=2).succeeded()
+    checkpoint = run.folder / "checkpoints/step_00000003"
+    again = load_trained_model(checkpoint, config_of(checkpoint)).eval()
     name = pipeline("image-classification", str(run.folder / "model"))
     task = run_settings(["--task.name=image_classification", *words.split()]).task
     model = task.load_export(run.folder / "model")
@@ -153,6 +158,7 @@ def test_each_kind_of_model_trains_and_its_export_sees_the_same(
     names, probabilities = task.state.data["classes"], []
     for file, _ in evaluation.samples:
         expected = logits(model, task, file)[0].softmax(0)
+        assert logits(again, task, file)[0].softmax(0).equal(expected)
         found = {guess["label"]: guess["score"] for guess in name(read_picture(file))}
         assert found == pytest.approx(dict(zip(names, expected.tolist(), strict=True)), rel=1e-5)
         probabilities.append(expected)

@@ -46,6 +46,16 @@ def test_a_set_is_an_evaluation_split_or_all_rows_and_counts_skipped_ones(models
     assert task.state.remarks[-1] == "evaluation set bad: 7 examples, skipped rows 1"
 
 
+def test_labels_that_a_set_writes_in_another_way_are_a_remark(models: Path) -> None:
+    rows = [{"text": f"row {i}", "label": "ab"[i % 2]} for i in range(40)]
+    tiny.write({"rows.jsonl": rows, "upper.jsonl": [{"text": "row", "label": "A"}]})
+    settings: Any = {"model": str(models / "bert"), "dataset": "rows.jsonl", "eval_datasets": {"upper": "upper.jsonl"}}
+    task = tiny.task(TextClassification, **settings)
+    task.build_datasets()
+    assert task.eval_sets
+    assert "evaluation set upper: task.label_column=label: A is read as a" in task.state.remarks
+
+
 def test_a_label_that_the_model_lacks_is_refused_by_the_sets_name(models: Path) -> None:
     rows = [{"text": f"row {i}", "label": "ab"[i % 2]} for i in range(40)]
     tiny.write({"rows.jsonl": rows, "other.jsonl": [{"text": "row", "label": "c"}]})
@@ -60,7 +70,8 @@ def test_a_label_that_the_model_lacks_is_refused_by_the_sets_name(models: Path) 
     ("arguments", "says"),
     [
         ((*LM, SETS, "--checkpoint.metric=eval/loss_maht"), "no such metric, did you mean eval/loss_math?"),
-        ((*LM, "--task.eval_datasets={math: none.jsonl}"), "none.jsonl: no such file"),
+        ((*LM, "--task.eval_datasets={math: none.jsonl}"), "task.eval_datasets.math=none.jsonl: no such file"),
+        ((*LM, "--task.train_split="), "should have at least 1 character"),
         ((*LM, "--task.eval_datasets={a b: rows.jsonl}"), "should match pattern"),
         ((*MIXED, SETS), "task.eval_datasets.wiki: eval/loss_wiki is the loss on one of task.sources: rename it"),
     ],

@@ -243,12 +243,30 @@ def test_settings_of_another_problem_are_refused_at_the_start() -> None:
     assert run_settings([*number, "--checkpoint.metric=eval/pearson"]).task.problem == NUMBER
     (line,) = mistakes(*number, "--task.class_weights=balanced")
     assert line == "task.class_weights: a regression has no labels to weigh"
-    for wrong in ("even", "[1, 2]", "{a: 0, b: 1}", "{a: -1}", "{a: x}", "{a: .inf}", "{a: .nan}", "{1.5: 2}", "2"):
+    for wrong in (
+        "even",
+        "[1, 2]",
+        "{a: 0, b: 1}",
+        "{a: -1}",
+        "{a: x}",
+        "{a: .inf}",
+        "{a: .nan}",
+        "{1.5: true}",
+        "{a: 1e39}",
+        "{}",
+        "2",
+    ):
         (line,) = mistakes(*given, f"--task.class_weights={wrong}")
         assert re.fullmatch("task.class_weights=.*: must be balanced, or weights above 0, such as .*", line)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights
+def test_a_label_with_dots_has_a_weight_of_its_own() -> None:
+    task = classifier(ONE, ["a.b", "c"], class_weights={"a": {"b": 4}, "c": 1})
+    task.build_datasets()
+    assert task.state.data["class_weights"] == [4, 1]
+
+
 GIVEN = {"a": 0.5, "b": 4.0, "c": 2.5}
 
 
@@ -304,12 +322,12 @@ def test_each_label_needs_a_weight(problem: str, weights: Any) -> None:
     """A balanced one needs rows."""
     if weights == "balanced":
         tiny.write({"bert/config.json": {"id2label": dict(enumerate("abcd"))}})
-    names = "a, b, c" if weights == "balanced" else ", ".join(weights)
+    names = r"a [\d.]+, b [\d.]+, c [\d.]+" if weights == "balanced" else ", ".join(f"{name} 1" for name in weights)
     known = "a, b, c, d" if weights == "balanced" else "a, b, c"
-    with pytest.raises(UserError, match=f"^task.class_weights: has {names}; the labels are {known}$"):
+    with pytest.raises(UserError, match=f"has {names}; the labels are {known}$"):
         classifier(problem, class_weights=weights).build_datasets()
 
 
 def test_a_label_that_all_rows_have_cannot_be_balanced() -> None:
-    with pytest.raises(UserError, match="^task.class_weights: has a, b; the labels are a, b$"):
+    with pytest.raises(UserError, match="each label needs one above 0: has a 0, b 1; the labels are a, b$"):
         classifier(SEVERAL, [["a"], ["a", "b"]], class_weights="balanced").build_datasets()

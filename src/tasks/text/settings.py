@@ -56,7 +56,7 @@ class TextSettings(TaskSettings):
     """Configuration (subset) of a dataset on the Hub."""
     column_names: list[str] = []
     """Names of the columns of a .csv or .tsv file without a header."""
-    train_split: str = "train"
+    train_split: Annotated[str, Field(min_length=1)] = "train"
     """Split to train on."""
     eval_split: str | None = None
     """Split to evaluate on; null: validation, dev or test if there is one, else a part of train_split."""
@@ -96,16 +96,18 @@ class TextSettings(TaskSettings):
 
     def validation_errors(self) -> Iterator[str]:
         yield from super().validation_errors()
-        for dataset in [*self.dataset_names, *self.eval_datasets.values()]:
+        named = [("dataset", name) for name in self.dataset_names]
+        named += [(f"eval_datasets.{name}", dataset) for name, dataset in self.eval_datasets.items()]
+        for setting, dataset in named:
             path = Path(dataset)
             is_hub_name = path.suffix.lower() not in EXTENSIONS and HUB_NAME.fullmatch(dataset)
             if not dataset:
-                yield "task.dataset is not set: name a dataset on the Hub, a file or a folder"
+                yield f"task.{setting} is not set: name a dataset on the Hub, a file or a folder"
             elif path.exists():
                 if error := path_error(path):
-                    yield f"task.dataset={path}: {error}"
+                    yield f"task.{setting}={path}: {error}"
             elif not is_hub_name and "://" not in dataset:
-                yield f"task.dataset={path}: no such file or folder"
+                yield f"task.{setting}={path}: no such file or folder"
         if self.eval_split == self.train_split and self.eval_from != "all":
             says = "is the training split; leave it unset to hold out a part of that for evaluation"
             yield f"task.eval_split={self.eval_split}: {says}"

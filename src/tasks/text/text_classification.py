@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerFast
 
 from src.config.errors import UserError, listed, reraised_as
+from src.config.settings import flatten
 from src.tasks import load_metric
 from src.tasks.base import Counts, Indices, Table, Tensors
 from src.tasks.tables import label_columns, label_tables
@@ -112,7 +114,9 @@ class TextClassification(TextClassificationSettings, FineTuning):
         """Set the weight of each label in the loss. Raise a UserError if one has none, or there are others. A balanced
         label needs a row that has it and one that does not."""
         weights: Any = self.class_weights
-        if weights == "balanced":
+        if isinstance(weights, dict):
+            weights = dict(flatten(weights))
+        else:
             counts, total = Counter(names_in(train[self.label_column])), len(train)
             labels = zip(self._labels, map(counts.get, self._written), strict=True)
             # scikit-learn's n / (k * n_label); for several labels, torch's pos_weight: negatives / positives
@@ -120,7 +124,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
             weights = {name: total / len(self._labels) / n if is_single else total / n - 1 for name, n in labels if n}
             self.state.remarks.append(f"task.class_weights: {listed(f'{n} {w:.3g}' for n, w in weights.items())}")
         if weights.keys() != {*self._labels} or 0 in weights.values():
-            raise UserError(f"task.class_weights: has {listed(weights)}; the labels are {listed(self._labels)}")
+            has, labels = listed(f"{n} {w:.3g}" for n, w in weights.items()), listed(self._labels)
+            raise UserError(f"task.class_weights: each label needs one above 0: has {has}; the labels are {labels}")
         self.state.data["class_weights"] = [weights[label] for label in self._labels]
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
@@ -221,7 +226,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
         labels = {name: outputs[name] for name in ("predictions", "references")}
         if self.problem == "regression":
             # in fp64, sums of fp32 are exact: numbers that are all the same have no correlation, NaN, not rounding's
-            return {"pearson": torch.corrcoef(torch.cat([*labels.values()], 1).T.double())[0, 1].item()}
+            pairs = torch.cat([*labels.values()], 1).T.double()
+            return {"pearson": torch.corrcoef(pairs)[0, 1].item() if pairs.shape[1] > 1 else math.nan}
         if self.problem == "multi_label_classification":
             return load_metric("SetAccuracy").compute(**labels, f1_micro="micro", f1_macro="macro")
         average = "binary" if len(self._labels) == 2 else "macro"

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt
 
+from src.config.settings import flatten
 from src.tasks.text.settings import TextSettings
 
 METRICS = {
@@ -47,8 +48,12 @@ class TextClassificationSettings(TextSettings):
         if not self.model:
             yield "task.model is not set: name a model on the Hub or a local folder"
         weights = self.class_weights
-        shares = weights.values() if isinstance(weights, dict) else [weights in (None, "balanced")]
-        if not all(isinstance(share, int | float) and 0 < share < float("inf") for share in shares):
+        is_right = weights in (None, "balanced")
+        if isinstance(weights, dict):
+            # settings keep the parts of a name with dots as mappings within mappings
+            shares = dict(flatten(weights)).values()
+            is_right = bool(shares) and all(type(share) in (int, float) and 1e-30 < share < 1e30 for share in shares)
+        if not is_right:
             yield f"task.class_weights={weights}: must be balanced, or weights above 0, such as {{spam: 4, ham: 1}}"
         if weights and self.problem == "regression":
             yield "task.class_weights: a regression has no labels to weigh"

@@ -78,8 +78,11 @@ class TextTask(TextSettings, Task):
             task = self.model_copy(update={**unset, "dataset": dataset, "eval_from": "all"})
             with as_user_error(f"task.eval_datasets.{name}: ", UserError):
                 _, sets[name] = task.build_datasets()
-            size, skipped = task.dataset_size(sets[name]), task._skipped_rows["train"]
-            self.state.remarks.append(f"evaluation set {name}: {size}, skipped rows {skipped:,}")
+            own = [remark for remark in task.state.remarks if remark not in self.state.remarks]
+            own.append(f"{task.dataset_size(sets[name])}, skipped rows {task._skipped_rows['train']:,}")
+            self.state.remarks += [f"evaluation set {name}: {remark}" for remark in own]
+            # such as the day that its chats are dated with
+            self.state.data |= task.state.data
         return sets
 
     def open_split(self, files: dict[str, str], dataset: str, config: str | None, split: str) -> Split:
