@@ -124,8 +124,8 @@ class TextClassification(TextClassificationSettings, FineTuning):
             weights = {name: total / len(self._labels) / n if is_single else total / n - 1 for name, n in labels if n}
             self.state.remarks.append(f"task.class_weights: {listed(f'{n} {w:.3g}' for n, w in weights.items())}")
         if weights.keys() != {*self._labels} or 0 in weights.values():
-            has, labels = listed(f"{n} {w:.3g}" for n, w in weights.items()), listed(self._labels)
-            raise UserError(f"task.class_weights: each label needs one above 0: has {has}; the labels are {labels}")
+            has, known = listed(f"{n} {w:.3g}" for n, w in weights.items()), listed(self._labels)
+            raise UserError(f"task.class_weights: each label needs one above 0: has {has}; the labels are {known}")
         self.state.data["class_weights"] = [weights[label] for label in self._labels]
 
     def split(self, rows: Dataset, dataset: str) -> tuple[Dataset, Dataset]:
