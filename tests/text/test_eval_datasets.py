@@ -35,15 +35,16 @@ def test_each_set_has_the_metrics_of_an_evaluation_on_it_alone(
 def test_a_set_is_an_evaluation_split_or_all_rows_and_counts_skipped_ones(models: Path) -> None:
     """Never of a training split beside it."""
     rows = [{"text": f"row {i}", "label": "ab"[i % 2]} for i in range(40)]
-    files = {"rows.jsonl": rows, "both/train.jsonl": rows, "both/dev.jsonl": rows[:5], "bad.jsonl": [*rows[:7], {}]}
-    tiny.write(files)
+    tiny.write({"rows.jsonl": rows, "bad.jsonl": [*rows[:7], {}]})
+    tiny.write({"both/train.jsonl": [*rows, {}], "both/dev.jsonl": rows[:5]})
     sets = {"all": "rows.jsonl", "dev": "both", "bad": "bad.jsonl"}
     settings: Any = {"model": str(models / "bert"), "dataset": "rows.jsonl", "bad_rows": "skip"}
     task = tiny.task(TextClassification, **settings, eval_datasets=sets)
     train, evaluation = task.build_datasets()
     assert {name: len(found) for name, found in task.eval_sets.items()} == {"all": 40, "dev": 5, "bad": 7}
     assert (len(train), len(evaluation)) == (36, 4)
-    assert task.state.remarks[-1] == "evaluation set bad: 7 examples, skipped rows 1"
+    for name, says in (("dev", "5 examples, skipped rows 0"), ("bad", "7 examples, skipped rows 1")):
+        assert f"evaluation set {name}: {says}" in task.state.remarks
 
 
 def test_labels_that_a_set_writes_in_another_way_are_a_remark(models: Path) -> None:
