@@ -20,10 +20,10 @@ def random_state(device: torch.device) -> Json:
     state: Json = {
         "python": random.getstate(),
         "numpy": [name, np.asarray(words).tolist(), *position],
-        "torch": bytes(torch.get_rng_state().numpy()).hex(),
+        "torch": _hex(torch.get_rng_state()),
     }
     if device.type != "cpu":
-        state[device.type] = bytes(torch.get_device_module(device).get_rng_state().numpy()).hex()
+        state[device.type] = _hex(torch.get_device_module(device).get_rng_state())
     return state
 
 
@@ -39,6 +39,10 @@ def restore_random_state(file: Path, device: torch.device) -> None:
         torch.set_rng_state(_from_hex(state["torch"]))
         if device.type in state:
             torch.get_device_module(device).set_rng_state(_from_hex(state[device.type]))
+
+
+def _hex(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
 
 
 def _from_hex(state: str) -> torch.Tensor:

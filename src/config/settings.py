@@ -192,7 +192,8 @@ def help_lines(model: type[Settings], defaults: Values) -> Iterator[str]:
     the model."""
     for name, field, _ in setting_fields(model):
         default = write_yaml(defaults.get(name, field.get_default()), is_in_one_line=True)
-        choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" * (get_origin(field.annotation) is Literal)
+        is_choice = get_origin(field.annotation) is Literal
+        choices = f"   ({'|'.join(map(str, get_args(field.annotation)))})" if is_choice else ""
         yield f"  --{name}={default.splitlines()[0]}{choices}"
         yield from (f"        {line}" for line in wrap(field.description or "", 72))
 

@@ -129,7 +129,10 @@ def seconds(begin: Any, end: Any) -> float:
 def start_profiler(run: Run) -> profile | None:
     """Return PyTorch's profiler, which writes profiles of the steps in `profile_steps` into the run's folder; None if
     there are no such steps ahead."""
-    first, last = map(int, (run.config.profile_steps or "0:0").split(":"))
+    steps = run.config.profile_steps
+    if steps is None:
+        return None
+    first, last = map(int, steps.split(":"))
     before, active = first - 1 - run.progress.step, min(last, run.total_steps) - first + 1
     if before < 0:
         return None

@@ -106,7 +106,8 @@ def epoch_order(run: Run, epoch: int, done: int) -> Indices:
 def training_steps(run: Run, first: int, last: int | None = None) -> Steps:
     """Return this process's micro-batches for each optimizer step after step `first`, up to and including step `last`
     (None: the run's last one). Nothing is replayed."""
-    return _on_device(run, islice(_steps_after(run, first), (last or run.total_steps) - first))
+    number = (run.total_steps if last is None else last) - first
+    return _on_device(run, islice(_steps_after(run, first), number))
 
 
 def _steps_after(run: Run, first: int) -> Steps:
@@ -217,6 +218,11 @@ def fetch_batch(task: Task, dataset: Any, indices: list[int]) -> Any:
     return task.collate(samples(dataset, indices))
 
 
+def to_micro_batch(task: Task, data: Any, num_examples: int) -> MicroBatch:
+    """Return a collated batch as a micro-batch."""
+    return MicroBatch(data, num_examples, task.count(data))
+
+
 def _load(
     run: Run, dataset: Examples, order: Indices, global_batch_size: int, micro_batch_size: int, epoch: int = 0
 ) -> Steps:
@@ -231,7 +237,7 @@ def _load(
         batches = load(config, dataset, wanted, run.data_rank, epoch) or batches
     for step in steps:
         # without indices the batch is a dummy: it has an example, but that counts for nothing
-        yield [MicroBatch(data := next(batches), len(indices), config.task.count(data)) for indices in step]
+        yield [to_micro_batch(config.task, next(batches), len(indices)) for indices in step]
 
 
 def _on_device(run: Run, steps: Steps) -> Steps:

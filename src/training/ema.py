@@ -42,10 +42,12 @@ class Average(Optimizer):
     def exchange(self) -> None:
         """Exchange the weights with their averages, if these are what is evaluated. Before the first step, do
         nothing."""
+        if not self._is_evaluated:
+            return
         # offloaded weights may still be on their way to the GPU
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        for parameter, state in self.state.items() if self._is_evaluated else ():
+        for parameter, state in self.state.items():
             weights = parameter.clone()
             parameter.copy_(state["average"])
             state["average"].copy_(weights)

@@ -16,7 +16,7 @@ from src.distributed.accelerator import sum_dtype
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Metrics, Table, Task, Tensors
 from src.tasks.task_checks import require_right
-from src.training.batches import MicroBatch, fetch_batch
+from src.training.batches import MicroBatch, fetch_batch, to_micro_batch
 from src.training.run import Run
 
 
@@ -81,7 +81,7 @@ def evaluate_on_one_process(
     targets of the whole dataset, and the outputs of Task.evaluate by name, on the CPU."""
     # in the dataset's order; `evaluation_batches` needs a Run, which the tool does not have
     parts = BatchSampler(range(len(dataset)), batch_size, drop_last=False)
-    batches = (MicroBatch(data := fetch_batch(task, dataset, part), len(part), task.count(data)) for part in parts)
+    batches = (to_micro_batch(task, fetch_batch(task, dataset, part), len(part)) for part in parts)
     on_device = (batch._replace(data=send_to_device(batch.data, device)) for batch in batches)
     scores = evaluate_batches(task, model, on_device, device)
     assert scores  # None only if a StopSignal ends it

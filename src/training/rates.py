@@ -3,8 +3,8 @@
 import re
 from collections import Counter
 
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from src.config.config import Config
@@ -35,7 +35,7 @@ def freeze(model: nn.Module, config: Config) -> list[str]:
             parameter.requires_grad = not group.frozen
             scales[name] *= group.lr_scale
             sizes["frozen" if group.frozen else f"at {optim.lr * scales[name]:.3g}"] += parameter.numel()
-        if not sizes and group != REST:
+        if not sizes and group is not REST:
             mistakes.append(f"optim.groups: {pattern.pattern} matches no parameter left; one is {[*scales][-1]}")
         lines += [f"{pattern.pattern}: {size:,} weights {rate}" for rate, size in sizes.items()]
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -63,7 +63,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
 def with_scales(_: Config, model: nn.Module, optimizers: list[Optimizer]) -> list[Optimizer]:
     """Split the optimizers' groups of parameters by the factors of learning rates that `freeze` has kept."""
-    unwrapped = model.module if isinstance(model, DistributedDataParallel) else model
+    unwrapped = extract_model_from_parallel(model)
     # by name, as FSDP replaces the parameters
     names = {parameter: name for name, parameter in unwrapped.named_parameters()}
     scales = getattr(unwrapped, "lr_scales", {})
