@@ -46,7 +46,7 @@ endif
 train: setup  ## train the CNN on scikit-learn's digits, or resume it: two minutes
 	@$(call choose_run,digits); $(TRAIN) --config configs/digits.yaml --run_name=$$run $(ARGS)
 
-test: setup  ## run all but the slow tests: 5 to 8 minutes
+test: setup  ## run all but the slow tests: 8 to 11 minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not machines' --ignore=tests/plan/gpu -n logical --maxprocesses=4 \
 		--dist=worksteal $(ARGS)
 
