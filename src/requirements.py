@@ -69,6 +69,8 @@ def fail(lines: list[str]) -> NoReturn:
 
 
 def require_installed() -> None:
-    """Exit with code 2 if something is missing; the first process on each machine says what."""
+    """Exit with code 2 on Windows, or if something is missing; the first process on each machine says what."""
+    if sys.platform == "win32":
+        fail(["Windows has neither fork nor Unix signals: install WSL by `wsl --install`, and run this inside it"])
     if lines := missing_requirements():
         fail(lines)

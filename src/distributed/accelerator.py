@@ -24,6 +24,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     gather_object,
 )
+from joblib import cpu_count
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.optim import SGD
@@ -125,7 +126,8 @@ def build_accelerator(config: Config[Task]) -> tuple[Accelerator, RunSetup]:
     if is_cpu_fallback:
         stand_in = f"the CPU stand-in for {config_file}" if config_file else "training on the CPU"
         started = f"{processes(asked.world_size)}{f' on {backend}' if backend else ''}"
-        note = f"no GPU here: {stand_in}, {started}{', sharding for real' if asked.fsdp else ''}, {precision}"
+        reason = "Apple's GPU serves one process alone" if are_apples else "no GPU here"
+        note = f"{reason}: {stand_in}, {started}{', sharding for real' if asked.fsdp else ''}, {precision}"
     return accelerator, RunSetup(
         config_file=config_file,
         requested_precision=asked.precision,
@@ -157,7 +159,8 @@ def choose_precision(launcher: ParentLauncher | None, asked: str, is_cpu_fallbac
     if is_cpu_fallback and launcher and not launcher.arguments.mixed_precision:
         return "no", None  # a yaml's precision is meant for GPUs; --mixed_precision on the command line for this run
     if not torch.cuda.is_available():
-        return asked, None
+        has_no_fp8 = asked == "fp8" and torch.backends.mps.is_available()
+        return ("bf16", "Apple's GPUs have no fp8: training in bf16") if has_no_fp8 else (asked, None)
     gpu = torch.cuda.get_device_name()
     if asked in ("bf16", "fp8") and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "no", f"{gpu} has no {asked}: training in fp32"
@@ -172,8 +175,8 @@ def _set_up_cpu(launcher: ParentLauncher | None, on_cpu: bool, local_world_size:
     if on_cpu:  # AdamW's averages for dead units become subnormal, and those are ten times slower
         torch.set_flush_denormal(True)
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))  # else the launcher's default, 1, would apply
+        # else the launcher's default, 1, would apply. joblib knows a container's share of the cores
+        torch.set_num_threads(max(1, cpu_count() // local_world_size))
 
 
 def _fsdp_plugin(precision: str, on_cpu: bool, timeout: timedelta) -> FullyShardedDataParallelPlugin:
@@ -264,9 +267,12 @@ def sharded_units(model: nn.Module) -> list[Any]:
 
 
 def peak_memory(accelerator: Accelerator) -> list[int]:
-    """Return each process's peak memory in bytes: allocated on the GPU, or resident on the CPU."""
+    """Return each process's peak memory in bytes: allocated on the GPU (Apple's: held by the driver now, freed blocks
+    too), or resident on the CPU."""
     if accelerator.device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    elif accelerator.device.type == "mps":
+        peak = torch.mps.driver_allocated_memory()  # torch's peak is there since 2.13 alone (pytorch#167447)
     else:
         peak = torch.accelerator.max_memory_allocated()
     return gather_object([peak])

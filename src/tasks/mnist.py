@@ -63,7 +63,8 @@ class Digits:
     def __getitems__(self, indices: list[int]) -> Tensors:
         index = torch.from_numpy(np.array(indices))  # torch.tensor takes four times as long
         if self.labels.is_cuda:  # from pageable memory, the copy would wait until the device has finished
-            index = index.pin_memory().to(self.labels.device, non_blocking=True)
+            index = index.pin_memory()
+        index = index.to(self.labels.device, non_blocking=self.labels.is_cuda)
         images = self.images.index_select(0, index)
         if self.transforms is not None:
             grid = F.affine_grid(self.transforms[index], [len(indices), 1, 28, 28], align_corners=False)

@@ -256,8 +256,9 @@ def _on_device(run: Run, steps: Steps) -> Steps:
     if device.type == "cpu":
         return steps
     copied = map(copy, steps)
-    # a replay takes the host 0.17 ms, less than a second thread waits for the interpreter
-    if getattr(run.config, "cuda_graphs", False):
+    # MPS crashes if two threads use it at once (pytorch#197805). A replay takes the host 0.17 ms, less than a second
+    # thread waits for the interpreter.
+    if device.type == "mps" or getattr(run.config, "cuda_graphs", False):
         return copied
     # 10.3 ms a step instead of 12.2, where collating 4 x 4,096 packed tokens takes 2.0 ms
     return in_background(copied)
@@ -268,8 +269,9 @@ def _copy(data: Any, device: torch.device) -> Any:
         # A copy from pageable memory blocks the host; one from pinned memory is only queued. The pinned allocator
         # does not reuse the memory before the copy is done.
         data = recursively_apply(lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor, data)
-    # queued on the stream of the kernels, which need no event to wait for the data
-    return send_to_device(data, device, non_blocking=True)
+    # Queued on the stream of the kernels, which need no event to wait for the data. Other devices may read pageable
+    # memory after it was freed: on MPS wrong values arrive (pytorch#189690).
+    return send_to_device(data, device, non_blocking=device.type == "cuda")
 
 
 def in_background(items: Iterator[Any]) -> Iterator[Any]:

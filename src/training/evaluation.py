@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler
 
 from src.config.errors import raise_if_any
-from src.distributed.accelerator import sum_dtype
 from src.distributed.stop import StopSignal
 from src.tasks.base import Examples, Metrics, Table, Task, Tensors
 from src.tasks.task_checks import require_right
@@ -35,7 +34,7 @@ class Scores(NamedTuple):
     """The results of evaluating some batches."""
 
     totals: Tensor
-    """Sum of the loss, number of targets, number of examples; shape (3,), float64, on the device."""
+    """Sum of the loss, number of targets, number of examples; shape (3,), float64, on the device (MPS: on the CPU)."""
     outputs: Tensors
     """The outputs of Task.evaluate for each example, by name; shape (examples, ...)."""
 
@@ -47,7 +46,8 @@ def evaluate_batches(
     """Return the scores of this process's batches, or None if the run was stopped meanwhile."""
     # Sum and count: a mean of batch means is wrong if the last batch is smaller. Use float64, as fp32 stops counting at
     # 2**24, 16.8 million. Stay on the device until one all-reduce at the end, 5 times as fast as gathering each batch.
-    totals = torch.zeros(3, dtype=sum_dtype(device), device=device)
+    # Apple's have no float64: there each batch is waited for.
+    totals = torch.zeros(3, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
     # views into `totals`
     loss_sum, targets, examples = totals.unbind()
     outputs: dict[str, list[Tensor]] = {}
@@ -60,7 +60,7 @@ def evaluate_batches(
         require_right(task, "evaluate", found)
         loss, batch_outputs = found
         # a dummy batch has weight 0: it is only there because FSDP's forward pass is collective
-        loss_sum += loss * batch.weight
+        loss_sum += (loss * batch.weight).to(totals.device)
         targets += batch.counts["targets"] * batch.weight
         # keep nothing of a dummy, and all of any other batch but for kept_outputs
         for name, output in batch_outputs.items():

@@ -80,7 +80,7 @@ def scale_and_clip_(gradients: list[Tensor], scale: float, norm: Tensor, max_nor
 def step_if_finite(optimizers: list[Optimizer], norm: Tensor) -> None:
     """Take the step unless the gradients' norm, of shape (), is non-finite. Then clear the gradients.
 
-    On a GPU a fused optimizer skips the step by itself; for others the host waits for the norm.
+    On NVIDIA's and AMD's GPUs a fused optimizer skips the step by itself; for others the host waits for the norm.
     """
     # Gradients are reduced before the norm is taken, so a NaN in one process's loss is in the norm of all: they skip
     # together, without another collective.
@@ -88,8 +88,8 @@ def step_if_finite(optimizers: list[Optimizer], norm: Tensor) -> None:
         # torch's fused SGD reads momentum that its first step should have written, even if it skipped that step, and
         # weights of 1e28 come out
         needs_first_step = optimizer.defaults.get("momentum") and not optimizer.state
-        # on a CPU reading the norm costs 0.3 µs, and found_inf 28 µs
-        is_fused = optimizer.defaults.get("fused") and not norm.is_cpu and not needs_first_step
+        # on a CPU reading the norm costs 0.3 µs, and found_inf 28 µs; on MPS, torch's kernel ignores found_inf
+        is_fused = optimizer.defaults.get("fused") and norm.is_cuda and not needs_first_step
         if is_fused:
             # As torch.amp.GradScaler does: the kernel reads found_inf on the device, and leaves weights and averages
             # alone. Offloaded parameters are on the CPU: the optimizer itself would copy found_inf there without

@@ -1,7 +1,9 @@
 """The tasks that train a transformers model on text, from scratch or fine-tuned, with or without adapters."""
 
+import contextlib
 import copy
 import math
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -116,8 +118,8 @@ class FineTuning(TextTask):
                 needed = sum(4 * math.prod(tensor.shape) for tensor in self._stored.values())
             needed *= get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
             # the kernel would kill processes without a word
-            if needed > (total := psutil.virtual_memory().total):
-                says = f"its weights take {needed / 1e9:.1f} GB in all processes; this machine has {total / 1e9:.1f} GB"
+            if needed > (limit := memory_limit()):
+                says = f"its weights take {needed / 1e9:.1f} GB in all processes, which may use {limit / 1e9:.1f} GB"
                 raise UserError(f"task.model={self.model}: {says}: use a smaller model, or fsdp.yaml")
         return self.wrap(self.load_model())
 
@@ -260,3 +262,16 @@ class FineTuning(TextTask):
         if on_the_hub := [name for name in self.dataset_names if "://" not in name and not Path(name).exists()]:
             card["datasets"] = on_the_hub
         return {place: card | {"library_name": library} for place, library in self._libraries().items()}
+
+
+def memory_limit(root: Path = Path("/")) -> int:
+    """Return how many bytes of memory this process may use: all of the machine's, which is what psutil knows, or fewer
+    in a container or a job, by its cgroup (version 1 or 2) and those above it."""
+    limits = [psutil.virtual_memory().total]
+    with contextlib.suppress(OSError):  # systems without cgroups
+        for controller, group in re.findall(r"(?m)^\d+:(memory)?:/(.*)$", (root / "proc/self/cgroup").read_text()):
+            folder = root / "sys/fs/cgroup" / controller / group
+            for above in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):  # a group that is not visible here, or has no limit: max
+                    limits.append(int((above / ("memory.limit_in_bytes" if controller else "memory.max")).read_text()))
+    return min(limits)
