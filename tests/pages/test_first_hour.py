@@ -58,7 +58,7 @@ PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/**/*.md")), *sorted(P
 SHELL = ("sh", "bash", "console")
 """Languages of blocks in which each line is a command; in others, only lines that begin with a program are."""
 OTHERS = {
-    ".", "curl", "git", "hf", "kubectl", "llama-cli", "llama-quantize", "llama-server", "lm-eval", "ollama", "printf",
+    ".", "curl", "docker", "git", "hf", "kubectl", "llama-cli", "llama-quantize", "llama-server", "lm-eval", "ollama", "printf",
     "tensorboard", "trackio", "trl", "vllm", "wandb",
 }  # fmt: skip
 """Programs whose options are not ours."""
