@@ -114,6 +114,7 @@ def mesh(**sizes: int) -> dict[str, Any]:
         (FSDP | {"distributed_type": "MEGATRON_LM"}, "", "Megatron-LM is not supported: use one of *"),
         ({"num_processes": 1, "distributed_type": "NO", "dynamo_config": {"dynamo_backend": "EAGER"}}, "",
          "dynamo_config is not supported*"),
+        (FSDP | {"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "", "fp8_config: only torchao's fp8 is *"),
         (fsdp(), "fsdp_config: {fsdp_version: 2}", "{file}: *found duplicate key \"fsdp_config\" *"),
         ({"num_processes": 2, "distributed_type": "FSDP"}, "fsdp_config: &a {fsdp_version: 2, more: *a}",
          "{file}: Circular reference detected"),
