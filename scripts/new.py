@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent.parent
 PARTS: dict[str, dict[str, str]] = tomllib.loads((HERE / "scripts/new/parts.toml").read_text(encoding="utf-8"))
 ALWAYS = (
     ".devcontainer .dockerignore .github/dependabot.yml .github/workflows/test.yml .gitignore .pre-commit-config.yaml"
-    " Dockerfile LICENSE Makefile pyproject.toml requirements*.txt train.py accelerate_configs src"
+    " CLAUDE.md Dockerfile LICENSE Makefile pyproject.toml requirements*.txt train.py accelerate_configs src"
     " docs/running.md docs/tasks.md docs/stopping-and-resuming.md docs/tracking.md"
     " tests/__init__.py tests/conftest.py tests/launching.py tests/task_tests.py tests/tasks/__init__.py"
 )
@@ -337,7 +337,8 @@ def put_in_names(project: Path, values: dict[str, str]) -> None:
     for file in files_of(project):
         write(file, replaced(read(file), names))
     file, what = project / "pyproject.toml", page(task)[0].splitlines()[0]
-    write(file, re.sub(r"(?m)^description = .*$", lambda _: f"description = {json.dumps(what)}", read(file)))
+    text = re.sub(r"(?m)^version = .*$", 'version = "0.1.0"', read(file))
+    write(file, re.sub(r"(?m)^description = .*$", lambda _: f"description = {json.dumps(what)}", text))
 
 
 def drop_lines(project: Path, plan: Plan) -> None:

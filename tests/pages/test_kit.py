@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -85,6 +86,25 @@ def test_each_link_of_a_page_leads_to_a_file_and_to_one_of_its_headings() -> Non
             # a page "at" a commit is another project's
             named = re.findall(r"\b(?:docs|plan)/[\w/-]+\.md\b(?! at )", file.read_text(errors="ignore"))
             assert not [name for name in named if not (PROJECT / name).exists()], file
+
+
+def test_the_version_is_in_one_place_and_the_changelog_begins_with_it() -> None:
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    assert find(r"^## (\S+)", "CHANGELOG.md")[0] == project["version"]
+    others = [name for name in ("CITATION.cff", "README.md", "train.py") if project["version"] in read(name)]
+    assert not others
+
+
+def test_assistants_of_each_kind_read_one_guide() -> None:
+    assert read("CLAUDE.md") == "@AGENTS.md\n"
+
+
+def test_a_report_of_a_bug_has_what_explains_a_run() -> None:
+    """The settings, what came of them, and what the machine made of them."""
+    form = yaml.safe_load(read(".github/ISSUE_TEMPLATE/bug.yml"))
+    required = [field["attributes"]["label"] for field in form["body"] if field.get("validations", {}).get("required")]
+    for name in ("config.yaml", "summary.json", "--dry-run"):
+        assert any(f"`{name}`" in label for label in required), name
 
 
 def test_each_promise_links_to_the_file_of_its_tests() -> None:
