@@ -60,15 +60,38 @@ def test_the_readme_begins_by_training_testing_and_chatting() -> None:
     assert find(r"^make ([a-z-]+)$", ".ci/run") == ["test", "lint", "test-gpu"]
 
 
-def test_the_readme_is_short_and_shows_the_step_as_it_is() -> None:
+def test_the_readme_is_short() -> None:
     assert read("README.md").count("\n") <= 120
-    (step,) = re.findall(r"^def train_step.*?^    return [^\n]*\n", read("train.py"), re.DOTALL | re.MULTILINE)
-    assert f"```python\n{step}```\n" in read("README.md")
+
+
+def test_what_the_readme_says_of_others_is_dated_and_each_cell_links_to_what_shows_it() -> None:
+    """To a file at a commit or a tag, which stays as it was read, or to a page of the other project."""
+    section = read("README.md").split("## Beside others\n")[1].split("\n### ")[0]
+    assert re.search(r"Read on \d+ [A-Z][a-z]+ 20\d\d", section)
+    rows = [row.strip("|").split(" | ") for row in section.splitlines() if row.startswith("| [")]
+    assert len(rows) >= 7
+    for name, *cells in rows:
+        assert len(cells) == 2, name
+        for cell in (name, *cells):
+            assert links_of(cell), (name, cell)
+        abroad = [target for cell in cells for target in links_of(cell) if target.startswith("http")]
+        assert abroad, name
+        for target in abroad:
+            pinned = r"https://github\.com/[\w-]+/[\w-]+/(blob|tree|commit)/([0-9a-f]{12}|v\d+\.\d+\.\d+)(/\S+|$)"
+            assert re.match(pinned, target), target
+
+
+def test_the_recipes_of_the_readme_are_configs_with_result_time_and_command() -> None:
+    section = read("README.md").split("## Recipes\n")[1].split("\n## ")[0]
+    rows = [re.split(r" *\| *", row.strip("| ")) for row in section.splitlines() if row.startswith("| [")]
+    assert all(len(row) == 5 and all(row) for row in rows)
+    named = {target for row in rows for target in links_of(row[0])}
+    assert named == {str(file.relative_to(PROJECT)) for file in PROJECT.glob("configs/*.yaml")}
 
 
 def test_each_page_asks_one_question_and_begins_with_an_example() -> None:
     asked = [*PROJECT.glob("docs/*.md"), *PROJECT.glob("plan/*.md")]
-    assert 0 < len(asked) <= 34
+    assert 0 < len(asked) <= 35
     for page in asked:
         title, *lines = page.read_text().splitlines()[:10]
         assert re.fullmatch(r"# [^?]+\?", title), page
