@@ -1,4 +1,4 @@
-"""The GPUs that a run can be planned for: those of src/tracking/gpus.yaml that CUDA knows."""
+"""The GPUs that a run can be planned for: those in src/tracking/gpus.yaml that are CUDA's."""
 
 from pathlib import Path
 
@@ -50,8 +50,8 @@ class Gpu(BaseModel, extra="forbid"):
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of this name in gpus.yaml. Raise a UserError if there is none, its entry has mistakes, or CUDA does
-    not know it: plans are measured with torch's CUDA build."""
+    """Return the GPU of this name in gpus.yaml. Raise a UserError if there is none, its entry has mistakes, or it isn't
+    CUDA's: plans are measured with torch's CUDA build."""
     with as_user_error(f"{TABLE}: {name}: ", (YAMLError, ValidationError)):
         table = read_yaml(TABLE.read_bytes())
         if name not in table:
