@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
     """Try the run under each strategy and number of GPUs, and recommend the cheapest that fits."""
     parser = argparse.ArgumentParser("python -m plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8], help="numbers of GPUs: 1 2 4 8 16 64 256")
-    parser.add_argument("--gpu", default="h100", help="name in plan/gpus.yaml")
+    parser.add_argument("--gpu", default="h100", help="name in src/tracking/gpus.yaml")
     parser.add_argument("--yamls", nargs="+", choices=[*YAMLS, CP_YAML], default=YAMLS, help="default: all but fsdp_cp")
     parser.add_argument("--output", type=Path, default="plans", help="folder to write the plan into")
     parser.add_argument("arguments", nargs="*", help="after --: the arguments of train.py")

@@ -44,7 +44,7 @@ def line(row: Row, config: Config) -> dict[str, Any]:
         "most": measured.largest,
         "s/step": seconds.step,
         "tok/s/GPU": measured.tokens / seconds.step / gpus,
-        "MFU": measured.model_flops / seconds.step / gpus / gpu.peak("bf16"),
+        "MFU": measured.model_flops / seconds.step / gpus / gpu.peak("fp16"),
         "time": hours,
         "cost": hours * gpus * gpu.price_usd_hour,
         "limit": seconds.limit if row.is_fitting else "memory",

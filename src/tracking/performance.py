@@ -1,6 +1,5 @@
 """Measure how fast a run trains: the metrics perf/… and profiles of chosen steps. See docs/performance.md."""
 
-import re
 import socket
 import time
 from pathlib import Path
@@ -18,21 +17,18 @@ from src.training.batches import Fetched, MicroBatch, TrainStep
 from src.training.progress import StepResult
 from src.training.run import Run
 
-PEAKS: dict[str, float] = read_yaml(Path(__file__).with_name("peaks.yaml").read_bytes())
-"""Peak dense TFLOPS in half precision by words of a device's name: the first match counts."""
-PARTIAL = {"MIG", "Laptop", "D"}
-"""Words in the names of devices that are slower than the table says."""
+GPUS = read_yaml(Path(__file__).with_name("gpus.yaml").read_bytes()).values()
+PEAKS: dict[str, dict[str, float]] = {name: gpu["tflops"] for gpu in GPUS for name in gpu["names"]}
+"""Peak dense TFLOPS in each precision, by the whole name of a device: others are slices of it, or other devices."""
 FEWEST, MOST = 10, 100
 """Steps of an interval that is long enough to judge processes by, and the most whose forward passes are timed."""
 
 
 def peak_flops(name: str, precision: str) -> float | None:
     """Return the peak FLOPS of a device, such as `NVIDIA H100 PCIe`, for matrix products in a RunSetup's precision (for
-    fp8, those of bf16). None: the device is not in the table, or the precision is fp32."""
-    words = {*re.split("[ -]", name)}
-    if precision == "fp32" or words & PARTIAL:
-        return None
-    return next((1e12 * peak for key, peak in PEAKS.items() if {*key.split()} <= words), None)
+    fp8, those of bf16). None: the device is not in the table or has no such products, or the precision is fp32."""
+    peak = PEAKS.get(name, {}).get(precision.replace("fp8", "bf16"))
+    return 1e12 * peak if peak and precision != "fp32" else None
 
 
 def measure(run: Run, steps: Fetched, take_step: TrainStep) -> tuple[Fetched, TrainStep]:

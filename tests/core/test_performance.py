@@ -10,17 +10,47 @@ import pytest
 import torch
 
 from src.tracking import performance
-from src.tracking.performance import interval_metrics, measure, peak_flops
+from src.tracking.performance import GPUS, PEAKS, interval_metrics, measure, peak_flops
 from src.training.progress import StepResult
-from tests.launching import QUIET, Launch, Whole, mistakes
+from tests.launching import PROJECT, QUIET, Launch, Whole, mistakes
 from train import run_settings
 
+FOLDERS = ("src", "plan", "benchmarks", "examples", "configs", "docs")
 
-def test_a_gpus_peak_is_known_by_the_words_of_its_name() -> None:
-    """An L40 is no L4, and a slice no whole GPU."""
-    assert peak_flops("NVIDIA L40S", "bf16") == pytest.approx(362e12)
-    for name, precision in (("A100-SXM4-80GB", "fp32"), ("L40", "bf16"), ("H100 80GB HBM3 MIG 1g.10gb", "bf16")):
-        assert peak_flops(f"NVIDIA {name}", precision) is None
+
+def test_a_gpus_peak_is_known_by_its_whole_name() -> None:
+    """As CUDA or ROCm reports it. In fp8 it is that of bf16."""
+    for name, teraflops in (
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835), ("NVIDIA B200", 2250), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121),
+        ("NVIDIA A100-PCIE-40GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA L40S", 362), ("NVIDIA A10G", 70),
+        ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 5090", 209.5),
+        ("AMD Instinct MI300X", 1307.4), ("AMD Instinct MI300X OAM", 1307.4),
+    ):  # fmt: skip
+        for precision in ("bf16", "fp16", "fp8"):
+            assert peak_flops(name, precision) == pytest.approx(teraflops * 1e12), name
+        assert peak_flops(name, "fp32") is None
+    assert peak_flops("Tesla T4", "fp16") == pytest.approx(65e12)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Tesla T4", "NVIDIA L40", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A10G-24Q", "NVIDIA GeForce RTX 4090 D",
+     "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", ""],
+)  # fmt: skip
+def test_other_gpus_and_slices_have_no_peak(name: str) -> None:
+    """Nor has a T4 in bf16, which it lacks."""
+    assert peak_flops(name, "bf16") is None
+
+
+def test_one_table_has_the_peaks_of_gpus() -> None:
+    """No name of a device is twice in it, and nothing else says what an A100 computes."""
+    assert len(PEAKS) == sum(len(gpu["names"]) for gpu in GPUS)
+    files = [
+        file for end in ("py", "yaml", "md") for folder in FOLDERS for file in (PROJECT / folder).rglob(f"*.{end}")
+    ]
+    (table,) = (file for file in files if re.search(r"(?is)\ba100.{,200}\b312\b", file.read_text(encoding="utf-8")))
+    assert table.name == "gpus.yaml"
 
 
 class Event:

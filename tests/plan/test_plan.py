@@ -17,13 +17,14 @@ from filelock import FileLock
 from plan import null_gpu, search
 from plan.__main__ import main
 from plan.estimate import seconds_of
-from plan.gpus import Gpu, find_gpu
+from plan.gpus import TABLE, Gpu, find_gpu
 from plan.measure import Measured, Setup, highest
 from plan.null_gpu import null_environment
 from plan.search import Row, explore, explore_until_it_fits, setups
-from plan.show import recommendation, table
+from plan.show import line, recommendation, table
 from src.config.config import load_config
 from src.config.errors import UserError, raise_if_any
+from src.config.settings import read_yaml
 from src.tasks import TASKS
 from tests.launching import BIN, PROJECT, QUIET, Launch, needs, run_command, slow
 from tests.plan.planning import H100, SHAPE, llama, measured, setup
@@ -230,7 +231,7 @@ MEASURED = Measured(
 
 def test_the_time_of_a_planned_step_by_hand() -> None:
     gpu = Gpu(
-        name="", capability="9.0", memory_gib=80, bandwidth_gb_s=1000, tflops={"bf16": 10, "fp32": 1},
+        names=[""], capability="9.0", memory_gib=80, bandwidth_gb_s=1000, tflops={"bf16": 10, "fp32": 1},
         product_share=0.5, attention_share=0.4, link_gb_s=50, network_gb_s=10,
     )  # fmt: skip
     seconds = seconds_of(MEASURED, gpu, 16, is_compiled=False)
@@ -318,15 +319,36 @@ def test_gpus_that_no_plan_is_for_are_refused(tmp_path: Path, monkeypatch: pytes
         ("--gpus 12", "--gpus 12: must be at most 8 (one machine) or a multiple of it"),
         ("--gpus 1 8 --yamls hsdp", "--yamls hsdp: cannot run on --gpus 1 8"),
         ("--gpu h10", "--gpu h10: no such GPU, did you mean h100?"),
+        ("--gpu mi300x", "--gpu mi300x: is no GPU of CUDA's, as plans need; choose one with a capability in "),
     ):
         with pytest.raises(UserError, match=re.escape(says)):
             main(words.split())
     monkeypatch.setattr("plan.gpus.TABLE", file := tmp_path / "gpus.yaml")
-    file.write_text("mine: {name: Mine, capability: '9.0', memory_gib: -1, price: 3, tflops: {bf16: 1}}")
+    file.write_text("mine: {names: [Mine], capability: '9.0', memory_gib: -1, price: 3, tflops: {bf16: 1}}")
     with pytest.raises(UserError, match=re.escape(f"{file}: mine: ")) as error:
         find_gpu("mine")
     for says in ("memory_gib Input should be greater than 0", "price Extra inputs are not", "fp32 is missing"):
         assert says in str(error.value)
+
+
+def test_each_gpu_has_all_fields_and_its_price_a_source_and_a_date() -> None:
+    """The header has the date of AWS's prices, and of all that has no other."""
+    header, *entries = re.split(r"(?m)^(?=\w+: \{)", TABLE.read_text(encoding="utf-8"))
+    assert re.search(r"Sources, read on 20\d\d-\d\d-\d\d.* AWS's from\W+\S+ \(.*20\d\d-", header, re.DOTALL)
+    for entry in entries:
+        (fields,) = read_yaml(entry).values()
+        gpu = Gpu.model_validate(fields)
+        assert Gpu.model_fields.keys() - fields.keys() <= {"capability", "price_usd_hour"}
+        assert bool(gpu.capability) == gpu.name.startswith(("NVIDIA ", "Tesla "))
+        says = r"price_usd_hour: [\d.]+\}  # (AWS \w+\.xlarge|\w+, (about )?20\d\d-\d\d)"
+        assert bool(re.search(says, entry)) == bool(gpu.price_usd_hour)
+
+
+def test_mfu_is_relative_to_the_peak_in_half_precision() -> None:
+    """Which a T4 has in fp16 alone."""
+    row = Row(replace(setup("ddp", 1, DIGITS), gpu=find_gpu("t4")), replace(MEASURED, model_flops=6.5e12))
+    found = line(row, load_config([*DIGITS], TASKS))
+    assert found["MFU"] == pytest.approx(0.1 / found["s/step"])
 
 
 def test_gpus_that_share_sequences_are_in_one_machine() -> None:
