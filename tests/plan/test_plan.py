@@ -146,12 +146,6 @@ def test_the_plan_recommends_a_command(tmp_path: Path) -> None:
     assert command in run.stdout
 
 
-def test_the_old_command_of_the_plan_names_the_new_one(tmp_path: Path) -> None:
-    run = run_command([f"{BIN}/python", "-m", "src.tools.plan", "--gpus", "1"], tmp_path, PROJECT)
-    assert run.exit_code == 2
-    assert run.stderr == "src.tools.plan: the command is now python -m plan --gpus 1 8 -- SETTINGS\n"
-
-
 def test_a_plan_without_a_compiler_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     is_served = (sys.platform, platform.machine()) == ("linux", "x86_64")
