@@ -58,8 +58,8 @@ PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/**/*.md")), *sorted(P
 SHELL = ("sh", "bash", "console")
 """Languages of blocks in which each line is a command; in others, only lines that begin with a program are."""
 OTHERS = {
-    ".", "curl", "docker", "git", "hf", "kubectl", "llama-cli", "llama-quantize", "llama-server", "lm-eval", "ollama", "printf",
-    "tensorboard", "trackio", "trl", "vllm", "wandb",
+    ".", "curl", "docker", "git", "hf", "kubectl", "llama-cli", "llama-quantize", "llama-server", "lm-eval", "ollama",
+    "printf", "tensorboard", "trackio", "trl", "vllm", "wandb",
 }  # fmt: skip
 """Programs whose options are not ours."""
 NOT_OURS = re.compile(r"-m venv|llama\.cpp/")
