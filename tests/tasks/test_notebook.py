@@ -15,6 +15,14 @@ from tests.pages.links import leads_somewhere, links_of
 
 NOTEBOOK = PROJECT / "examples/notebook.ipynb"
 NEEDS = ("src", "accelerate_configs", "configs", "train.py", "requirements.txt", "pyproject.toml")
+PIP = """\
+import pathlib, sys
+folder = pathlib.Path(__file__).parent / "nowhere_to_be_found-2.0.dist-info"
+folder.mkdir()
+(folder / "METADATA").write_text("Metadata-Version: 2.1\\nName: nowhere-to-be-found\\nVersion: 2.0\\n")
+print("pip", *sys.argv[1:])
+"""
+"""A pip that installs a package of this name, whatever it is asked for."""
 KERNEL = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 
 
@@ -30,14 +38,15 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "clone"
 
 
-def run(folder: Path) -> dict[str, str]:
-    """Run the notebook as if it were in this folder, from an environment that is not activated. Return what each cell
-    of code shows, a figure as `[figure]`."""
+def run(folder: Path, last: str = "", **environment: str) -> dict[str, str]:
+    """Run the notebook, or up to a cell, as if it were in this folder, from an environment that is not activated.
+    Return what each cell of code shows, a figure as `[figure]`."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook.cells = notebook.cells[: [*(cell.id for cell in notebook.cells), last].index(last) + 1]
     client = NotebookClient(notebook, kernel_name="python3", timeout=300, resources={"metadata": {"path": str(folder)}})
     others = {*psutil.Process().children(recursive=True)}
     try:
-        client.execute(env=clean_environment(PATH="/usr/bin:/bin"))
+        client.execute(env=clean_environment(PATH="/usr/bin:/bin", **environment))
     finally:
         assert not {*psutil.Process().children(recursive=True)} - others, "nothing is left behind"
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -52,6 +61,15 @@ def test_the_notebook_trains_plots_and_uses_the_model(clone: Path) -> None:
     assert "\n  model      runs/notebook/model" in shown.pop("train")
     accuracy = f"accuracy {summary['eval/accuracy']:.4f} on 359 digits\n"
     assert shown == {"project": "", "install": "", "curves": "[figure]", "model": f"{accuracy}[figure]"}
+
+
+def test_the_notebook_installs_what_is_missing_and_goes_on(clone: Path) -> None:
+    with (clone / "requirements.txt").open("a") as requirements:
+        requirements.write("nowhere-to-be-found>=2\n")
+    (clone / "site").mkdir()
+    (clone / "site/pip.py").write_text(PIP)
+    shown = run(clone / "examples", last="install", PYTHONPATH=str(clone / "site"))
+    assert "pip install --quiet --editable .\n" in shown["install"].replace("\r", "")
 
 
 @pytest.mark.slow
