@@ -98,15 +98,15 @@ def test_an_evaluation_on_an_apple_gpu_counts_in_float64() -> None:
 class NormOnApple(Tensor):
     """A gradient norm that says it is neither on a CPU nor on a CUDA device."""
 
-    is_cpu = property(lambda _: False)  # type: ignore[assignment]
-    is_cuda = property(lambda _: False)  # type: ignore[assignment]
+    is_cpu = property(lambda _: False)
+    is_cuda = property(lambda _: False)
 
 
 class IgnoresFoundInf(AdamW):
     """AdamW whose fused step, like torch's on Apple's GPUs, never looks at found_inf."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter -= parameter.grad
