@@ -13,7 +13,6 @@ from zipfile import ZipFile, is_zipfile
 import numpy as np
 import pytest
 import yaml
-from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trackio.sqlite_storage import SQLiteStorage
 
@@ -138,7 +137,7 @@ def test_trackio_and_tensorboard_have_each_record(recorded: Run, monkeypatch: py
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")  # MLflow's, of SQLAlchemy 2.1
 def test_mlflow_has_each_record_and_setting_in_one_run(recorded: Run) -> None:
     """But perhaps not the last ones before the run was killed. What was repeated after it is there twice."""
-    client = MlflowClient(f"sqlite:///{recorded.folder.parent}/mlflow.db")
+    client = import_module("mlflow").MlflowClient(f"sqlite:///{recorded.folder.parent}/mlflow.db")
     (experiment,) = client.search_experiments(filter_string="name = 'accelerate-template'")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.status, run.info.run_name.rpartition("-")[0]) == ("FINISHED", "mnist")
