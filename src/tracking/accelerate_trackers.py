@@ -59,6 +59,8 @@ class MLflow(AcceleratePart):
     tracker, title = "mlflow", "MLflow"
 
     def start(self) -> None:
+        # a minute, in which a server may restart; by default it is longer than HANG_SECONDS
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
         mlflow, self.where = import_module("mlflow"), f"{self._run.config.run_name}-{self._id}"
         tracker = self._tracker = MLflowTracker(PROJECT, run_name=self.where)
         ours = f"run_name LIKE '%-{self._id}'"

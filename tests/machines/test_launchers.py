@@ -173,7 +173,7 @@ def test_skypilots_machines_start_one_run(starts: Tool, tmp_path: Path, port: in
         assert rank == "1" or starts(timeout, *launch).succeeded()
 
 
-def hf_jobs(folder: Path, *settings: str, **environment: str) -> Run:
+def hf_jobs(folder: Path, *settings: str, **environment: Any) -> Run:
     """Run launchers/hf_jobs.sh with the real `hf jobs run`, which submits nothing here, and with a folder as bucket."""
     (programs := folder / "programs").mkdir()
     (hf := programs / "hf").write_text(f"""#!/bin/sh
