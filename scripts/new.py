@@ -32,7 +32,8 @@ LISTS = "pyproject.toml requirements*.txt src/config/trackers.py .*ignore .githu
 DATA_RULE = "data: | setup  ## make the example data, if there is no folder data\n\t@$(BIN)/python -m examples.{}\n\n"
 ONLY_HERE = (
     '"benchmarks" "docs/learn "scripts" mypy_path pythonpath "machines: chat sweeps -e~.[chat] -e~.[sweeps] gt-all'
-    " kubernetes playwright trackio tensorboard moto s3fs gpu_proof /gpu_proof -~{~package-ecosystem:~uv -include"
+    " kubernetes playwright trackio tensorboard mlflow comet moto s3fs gpu_proof /gpu_proof -~{~package-ecosystem:~uv"
+    " -include"
 )
 """How the lines of LISTS begin that no other project has."""
 

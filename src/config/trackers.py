@@ -7,7 +7,7 @@ from src.config.settings import ResumeSafe
 
 Tracker = Literal[
     "wandb",
-    "trackio", "tensorboard",
+    "trackio", "tensorboard", "mlflow", "comet_ml",
 ]  # fmt: skip
 
 
@@ -15,4 +15,4 @@ class TrackerSettings(RunSettings):
     """Adds the trackers that a run is logged to."""
 
     trackers: ResumeSafe[list[Tracker]] = []
-    """Where to log besides metrics.jsonl: wandb, trackio, tensorboard."""
+    """Where to log besides metrics.jsonl: wandb, trackio, tensorboard, mlflow, comet_ml."""

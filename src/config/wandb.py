@@ -57,7 +57,7 @@ class WandbSettings(TrackerSettings):
     """Logging to Weights & Biases, and its sweeps."""
 
     trackers: ResumeSafe[list[Tracker]] = ["wandb"]
-    """Where to log besides metrics.jsonl: wandb, trackio, tensorboard."""
+    """Where to log besides metrics.jsonl: wandb, trackio, tensorboard, mlflow, comet_ml."""
     wandb: ResumeSafe[Wandb] = Wandb()
 
     @property

@@ -10,7 +10,7 @@ from tests.launching import Launch, Run
 
 TRACKED = (
     "--checkpoint.keep_last=9", "--wandb.mode=offline", "--wandb.checkpoints=reference",
-    "--trackers=[wandb,trackio,tensorboard]",
+    "--trackers=[wandb,trackio,tensorboard,mlflow,comet_ml]",
 )  # fmt: skip
 
 
@@ -21,4 +21,7 @@ def recorded(launch: Launch, shared: Path) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(home))
         patch.setenv("TRACKIO_DIR", str(home / "trackio"))
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home}/mlflow.db")
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        patch.setenv("COMET_START_ONLINE", "false")
         return once(shared, "recorded", lambda folder: killed_and_resumed(launch, "ddp", (*SHORT, *TRACKED), folder))

@@ -50,5 +50,5 @@ train.main()
     run = run_command([sys.executable, "-c", code], tmp_path)
     assert run.exit_code == 7, run.stderr
     heavy = {"evaluate", "datasets", "sklearn", "transformers.modeling_utils", "peft", "pandas", "scipy", "wandb"}
-    heavy |= {"trackio", "tensorboard", "matplotlib", "torchvision"}
+    heavy |= {"trackio", "tensorboard", "mlflow", "comet_ml", "matplotlib", "torchvision"}
     assert not heavy & set(run.stdout.splitlines())

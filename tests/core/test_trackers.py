@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 from unittest.mock import Mock
+from zipfile import ZipFile, is_zipfile
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trackio.sqlite_storage import SQLiteStorage
 
 from src.tracking import guarded as guards
+from src.tracking.accelerate_trackers import MLflow
 from src.tracking.guarded import Guarded, TrackerPart
 from src.tracking.part import Part, Parts
 from src.training.progress import Progress
@@ -130,6 +132,49 @@ def test_trackio_and_tensorboard_have_each_record(recorded: Run, monkeypatch: py
     closing = [[*lines(recorded, title)][-1] for title in ("trackio", "TB")]
     assert "trackio show --project" in closing[0]
     assert "tensorboard --logdir" in closing[1]
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")  # MLflow's, of SQLAlchemy 2.1
+def test_mlflow_has_each_record_and_setting_in_one_run(recorded: Run) -> None:
+    """But perhaps not the last ones before the run was killed. What was repeated after it is there twice."""
+    client = import_module("mlflow").MlflowClient(f"sqlite:///{recorded.folder.parent}/mlflow.db")
+    (experiment,) = client.search_experiments(filter_string="name = 'accelerate-template'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.info.run_name.rpartition("-")[0]) == ("FINISHED", "mnist")
+    assert (run.data.params["optim.lr"], run.data.params["launch.num_processes"]) == ("0.003", "2")
+    expected = numbers(recorded)
+    for tag in {name for record in expected for name in record} - {"step"}:
+        logged = {(record["step"], record[tag]) for record in expected if tag in record}
+        found = {(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, tag)}
+        assert {point for point in logged if point[0] > 8} <= found <= logged
+    *_, closing = lines(recorded, "MLflow")
+    assert closing.endswith(f"--backend-store-uri sqlite:///{recorded.folder.parent}/mlflow.db")
+
+
+def test_comet_has_each_record_and_setting_under_the_runs_key(recorded: Run) -> None:
+    """Offline, what the killed session had logged is lost, as Comet writes the file when a session ends."""
+    *_, closing = lines(recorded, "Comet")
+    (file,) = (file for file in recorded.folder.glob("comet/*.zip") if is_zipfile(file) and ZipFile(file).namelist())
+    assert closing.endswith(f"comet upload {file.parent}/*.zip")
+    with ZipFile(file) as archive:
+        experiment = json.loads(archive.read("experiment.json"))
+        messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]
+    (wandb_run,) = {path.name.split("-")[-1] for path in recorded.folder.glob("wandb/offline-run-*")}
+    assert (experiment["offline_id"], experiment["resume_strategy"]) == (wandb_run.zfill(32), "get_or_create")
+    parameters = {p["paramName"]: p["paramValue"] for m in messages if (p := m["payload"].get("param"))}
+    assert (parameters["optim|lr"], parameters["launch|num_processes"]) == (0.003, 2)
+    metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
+    for tag in {name for record in numbers(recorded) for name in record} - {"step"}:
+        found = [(metric["step"], metric["metricValue"]) for metric in metrics if metric["metricName"] == tag]
+        assert found == [(r["step"], r[tag]) for r in numbers(recorded) if tag in r and r["step"] > 8]
+
+
+@pytest.mark.parametrize(("how", "status"), [((None, "a bug"), "FAILED"), ((None, None), "KILLED")])
+def test_mlflow_says_how_a_run_ended(monkeypatch: pytest.MonkeyPatch, how: Any, status: str) -> None:
+    """Crashed, or stopped and to be resumed."""
+    monkeypatch.setattr("mlflow.end_run", end := Mock())
+    MLflow(Mock(), "").end(*how)
+    end.assert_called_once_with(status)
 
 
 LOST = r"Connection lost|\[Errno \d+\] (Connection reset by peer|Broken pipe)"

@@ -1,11 +1,13 @@
-"""launchers/machine.py and launchers/kubernetes.yaml: mistakes are named, and their command trains."""
+"""What is in launchers/: mistakes are named, other programs accept it, and its command trains."""
 
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ import yaml
 from torch.distributed import TCPStore
 
 from launchers import machine
-from tests.launching import PROJECT, QUIET, Launch, Run, Tool, Whole, clean_environment, wait
+from tests.launching import BIN, PROJECT, QUIET, Launch, Run, Tool, Whole, clean_environment, run_command, wait
+from train import run_settings
 
 pytestmark = pytest.mark.machines
 SERVICE, JOB = yaml.safe_load_all((PROJECT / "launchers/kubernetes.yaml").read_text())
 POD = JOB["spec"]["template"]["spec"]
 CONTAINER = POD["containers"][0]
+SKY = yaml.safe_load((PROJECT / "launchers/skypilot.yaml").read_text())
 
 
 @pytest.fixture
@@ -139,3 +143,84 @@ def test_a_preempted_pod_ends_all_and_restarted_they_resume(tmp_path: Path, port
     assert run.summary["num_processes"] == 2
     expected = whole("ddp", "--config=configs/digits.yaml", "--max_steps=60", "--log_every=1", processes=2)
     assert run.losses == expected.losses
+
+
+def test_skypilots_task_fits_its_schema() -> None:
+    """Where SkyPilot is installed: it wants other versions of what the project needs."""
+    schemas = pytest.importorskip("sky.utils.schemas")
+    validate = import_module("jsonschema").validate
+    validate(SKY, schemas.get_task_schema())
+    validate(SKY["resources"], schemas.get_resources_schema())
+    validate(SKY["file_mounts"]["/bucket"], schemas.get_storage_schema())
+
+
+def test_skypilots_machines_start_one_run(starts: Tool, tmp_path: Path, port: int) -> None:
+    """Each with its number, on all GPUs, with valid settings. At the end, the first copies the log and the model."""
+    gpus = SKY["resources"]["accelerators"].split(":")[1]
+    shared = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": gpus}
+    for rank in ("0", "1"):
+        (folder := tmp_path / rank / "runs/mnist/checkpoints").mkdir(parents=True)
+        (folder.parent / "metrics.jsonl").touch()
+        script = SKY["run"].replace("/bucket", str(bucket := tmp_path / rank / "bucket")).replace("29500", str(port))
+        command = ["bash", "-c", script.replace(".venv/bin/python", "echo")]
+        run = run_command(command, tmp_path, cwd=tmp_path / rank, SKYPILOT_NODE_RANK=rank, **shared).succeeded()
+        assert [path.name for path in bucket.rglob("*")] == ["runs", "mnist", "metrics.jsonl"] * (rank == "0")
+        _, timeout, *words = shlex.split(run.stdout)
+        launch, settings = words[: words.index("train.py")], words[words.index("train.py") + 1 :]
+        assert run_settings(settings).checkpoint.mirror == f"{bucket}/checkpoints"
+        assert launch[launch.index("--num_processes") + 1] == "16"
+        assert launch[launch.index("--machine_rank") + 1] == rank
+        assert rank == "1" or starts(timeout, *launch).succeeded()
+
+
+def hf_jobs(folder: Path, *settings: str, **environment: Any) -> Run:
+    """Run launchers/hf_jobs.sh with the real `hf jobs run`, which submits nothing here, and with a folder as bucket."""
+    (programs := folder / "programs").mkdir()
+    (hf := programs / "hf").write_text(f"""#!/bin/sh
+case "$1 $2" in
+    "jobs run") shift 2; exec {BIN}/hf jobs run --dry-run "$@" ;;
+    "buckets cp") mkdir -p {folder}/bucket/code && cp "$3" "{folder}/bucket/code/${{4##*/}}" ;;
+esac
+""")
+    hf.chmod(0o755)
+    script = (PROJECT / "launchers/hf_jobs.sh").read_text().replace("$PWD/.venv/bin:", f"{programs}:{BIN}:")
+    return run_command(["bash", "-c", script, "hf_jobs.sh", *settings], folder, HOME=str(folder), **environment)
+
+
+def test_hugging_faces_program_accepts_the_job_and_it_trains(tmp_path: Path) -> None:
+    """With the files that git has here and the settings as they were written; no secret is shown. The log is copied."""
+    settings, secrets = ["--config=configs/digits.yaml", "--run_name=a b"], {"WANDB_API_KEY": "k", "HF_TOKEN": "hf_k"}
+    done = hf_jobs(tmp_path, *settings, BUCKET="me/runs", FLAVOR="l4x4", TIMEOUT="12h", **secrets)
+    shown = done.succeeded().stdout
+    for line in (r"flavor +l4x4", r"timeout +12h", r"secrets +HF_TOKEN=\*\*\*\n +WANDB_API_KEY=\*\*\*\n"):
+        assert re.search(line, shown)
+    (command,) = re.findall(r"(?s)command +(.*)\n +flavor", shown)
+    words = shlex.split(re.sub("/(bucket|app)\\b", rf"{tmp_path}/\1", command))
+
+    (uv := tmp_path / "programs/uv").write_text(f"""#!/bin/sh
+mkdir -p .venv/bin runs/mnist/checkpoints && touch runs/mnist/metrics.jsonl
+printf '#!/bin/sh\nexec {BIN}/python "$@"' > .venv/bin/python
+printf '#!/bin/sh\nprintf "%%s\\n" "$@"; exit 3' > .venv/bin/accelerate
+chmod +x .venv/bin/*
+""")
+    uv.chmod(0o755)
+    path = f"{uv.parent}:{os.environ['PATH']}"
+    job = run_command(words, tmp_path, PATH=path, YAML="accelerate_configs/ddp.yaml")
+    assert job.exit_code == 3
+    *launch, script, mirror, config, name = job.stdout.splitlines()
+    assert launch == ["launch", "--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "1"]
+    assert (script, config, name) == ("train.py", "--config=configs/digits.yaml", "--run_name=a b")
+    assert run_settings([mirror, config]).checkpoint.mirror == f"{tmp_path}/bucket/checkpoints"
+    assert (tmp_path / "app/train.py").read_text() == (PROJECT / "train.py").read_text()
+    assert [path.name for path in (tmp_path / "bucket/runs").rglob("*")] == ["mnist", "metrics.jsonl"]
+
+
+def test_a_mistake_is_named_before_a_job_is_paid_for(tmp_path: Path) -> None:
+    for number, (setting, given, line) in enumerate([
+        ("--epochs=1", {}, "hf_jobs.sh: set BUCKET, such as BUCKET=me/runs"),
+        ("--epochs=no", {"BUCKET": "me/runs"}, "hf_jobs.sh: --epochs=no: must be a valid integer"),
+    ]):  # fmt: skip
+        (folder := tmp_path / str(number)).mkdir()
+        run = hf_jobs(folder, setting, **given)
+        assert (run.exit_code, run.stdout, [*folder.glob("bucket")]) == (2, "", [])
+        assert run.stderr.startswith(line)

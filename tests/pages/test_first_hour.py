@@ -58,8 +58,8 @@ PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/**/*.md")), *sorted(P
 SHELL = ("sh", "bash", "console")
 """Languages of blocks in which each line is a command; in others, only lines that begin with a program are."""
 OTHERS = {
-    ".", "curl", "docker", "git", "hf", "kubectl", "llama-cli", "llama-quantize", "llama-server", "lm-eval", "ollama",
-    "printf", "tensorboard", "trackio", "trl", "vllm", "wandb",
+    ".", "comet", "curl", "docker", "git", "hf", "kubectl", "llama-cli", "llama-quantize", "llama-server", "lm-eval",
+    "mlflow", "ollama", "printf", "sky", "tensorboard", "trackio", "trl", "vllm", "wandb",
 }  # fmt: skip
 """Programs whose options are not ours."""
 NOT_OURS = re.compile(r"-m venv|llama\.cpp/")
@@ -123,7 +123,7 @@ def understand(program: str, *words: str) -> None:
             run_script(parsed)
     elif program in ("python", "python3"):
         python(*words)
-    elif program == "sbatch":
+    elif program in ("bash", "sbatch"):
         script = next(word for word in words if not word.startswith("-"))
         assert Path(script).exists()
         read_settings(words[words.index(script) + 1 :])
