@@ -349,7 +349,7 @@ def drop_lines(project: Path, plan: Plan) -> None:
         named = {line: re.match(r'(?:from |    "\w+": ")((?:src|examples)[\w.]*)', line) for line in lines}
         gone = {line for line, name in named.items() if name and not is_there(project, name[1])}
         names = {name for line in gone for name in re.findall(r"\w+", line.partition(" import ")[2])}
-        kept = [line for line in lines if line not in gone and re.sub(r'^ *("\w+": )?|,?\n$', "", line) not in names]
+        kept = [line for line in lines if line not in gone and re.sub(r'^ *("\w+": |\*)?|,?\n$', "", line) not in names]
         write(file, "".join(kept))
     words = [ONLY_HERE, *(part.get("lines", "") for name, part in PARTS.items() if name not in plan.kept)]
     words += [] if (project / "examples").exists() else ['"examples"']

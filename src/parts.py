@@ -12,7 +12,7 @@ from src.checkpoint.mirror import mirrored
 from src.checkpoint.store import local_store
 from src.config.config import Config
 from src.distributed.machines import join
-from src.tracking.accelerate_trackers import comet_part, mlflow_part, tensorboard_part, trackio_part
+from src.tracking.accelerate_trackers import accelerate_parts
 from src.tracking.next_step import NextStep
 from src.tracking.part import Part
 from src.tracking.performance import measure
@@ -28,10 +28,7 @@ PARTS: list[Callable[[Run, str], Part]] = [
     Report,
     NextStep,
     wandb_part,
-    trackio_part,
-    tensorboard_part,
-    mlflow_part,
-    comet_part,
+    *accelerate_parts,
 ]
 MODES: dict[str, Callable[..., bool]] = {
     "check": run_checks,

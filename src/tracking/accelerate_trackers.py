@@ -99,5 +99,4 @@ class Comet(AcceleratePart):
         self.closing = f"  Comet      {self.where}"
 
 
-trackio_part, tensorboard_part = guarded(Trackio), guarded(TensorBoard)
-mlflow_part, comet_part = guarded(MLflow), guarded(Comet)
+accelerate_parts = [guarded(kind) for kind in (Trackio, TensorBoard, MLflow, Comet)]
