@@ -4,8 +4,9 @@ ARGS ?=
 VENV := .venv
 check_python = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed: make PYTHON=python3.12")'
 BIN := $(VENV)/bin
-# One thread per core; otherwise the launcher chooses for itself, and prints a notice.
-export OMP_NUM_THREADS ?= $(shell getconf _NPROCESSORS_ONLN)
+# One thread per core (of a container's share, which joblib knows); otherwise the launcher chooses one, and prints a notice.
+export OMP_NUM_THREADS ?= $(shell $(BIN)/python -c 'import joblib; print(joblib.cpu_count())' 2>/dev/null || \
+	getconf _NPROCESSORS_ONLN)
 TRAIN := $(BIN)/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml train.py
 # $(call choose_run,first) sets run to the newest of first, first-2, … that is not done; if all are, to the next name
 choose_run = run=; n=1; next=$(1); while [ -e runs/$$next ]; do \
@@ -16,7 +17,7 @@ choose_run = run=; n=1; next=$(1); while [ -e runs/$$next ]; do \
 .PHONY: help setup train test lint format clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | tr '|' '\t' | expand -t 22
 	@echo; echo "ARGS is passed on: make train ARGS=--seed=1, make test ARGS='-k parity'"
 
 setup: $(VENV)/installed  ## create .venv with everything in it
@@ -34,7 +35,7 @@ $(VENV)/installed: pyproject.toml requirements.txt requirements-dev.txt
 	says=$$({ $$pip install --quiet --disable-pip-version-check 'uv>=0.9,<1' && \
 		$(BIN)/uv pip install --quiet --compile-bytecode --python $(VENV) $$what; } 2>&1) || { \
 		echo "uv could not install it: $$says" | head -c 1000; echo; \
-		[ -z "$$UV_RESOLUTION" ] || exit 1; \
+		[ -z "$$UV_RESOLUTION$$UV_TORCH_BACKEND" ] || exit 1; \
 		echo "installing it with pip: several minutes"; \
 		$$pip install --quiet --disable-pip-version-check $$what; }
 	@touch $@

@@ -8,6 +8,7 @@ two cores.
 """
 
 import tempfile
+from argparse import ArgumentParser
 from pathlib import Path
 
 from benchmarks.runs import NEVER, PROJECT, Side, train_py
@@ -41,6 +42,7 @@ def table(curves: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
+    ArgumentParser("python -m benchmarks.curves", description="Print the README's table of losses.").parse_args()
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (yaml, processes) in CURVES.items():

@@ -1,7 +1,7 @@
 """Make the data of image_classification.py: `python -m examples.make_digits` writes data/digits_png, and
 `python -m examples.make_digits 5` data/digits_5_png, with only five of each digit to train on."""
 
-import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,9 @@ def write(folder: Path, most: int = 1797) -> None:
 
 
 if __name__ == "__main__":
-    if given := sys.argv[1:]:
-        write(Path(f"data/digits_{given[0]}_png"), int(given[0]))
+    parser = ArgumentParser("python -m examples.make_digits", description="Write data/digits_png, to train on.")
+    parser.add_argument("most", type=int, nargs="?", help="so many of each digit at most, into data/digits_<most>_png")
+    if most := parser.parse_args().most:
+        write(Path(f"data/digits_{most}_png"), most)
     else:
         write(Path("data/digits_png"))

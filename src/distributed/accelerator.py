@@ -267,12 +267,9 @@ def sharded_units(model: nn.Module) -> list[Any]:
 
 
 def peak_memory(accelerator: Accelerator) -> list[int]:
-    """Return each process's peak memory in bytes: allocated on the GPU (Apple's: held by the driver now, freed blocks
-    too), or resident on the CPU."""
+    """Return each process's peak memory in bytes: allocated on the GPU, or resident on the CPU."""
     if accelerator.device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    elif accelerator.device.type == "mps":
-        peak = torch.mps.driver_allocated_memory()  # torch's peak is there since 2.13 alone (pytorch#167447)
     else:
         peak = torch.accelerator.max_memory_allocated()
     return gather_object([peak])

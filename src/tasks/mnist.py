@@ -39,7 +39,8 @@ class MnistCnn(nn.Module):
         """Return logits of shape (batch, 10) for images of shape (batch, 28, 28), uint8."""
         # MNIST's mean and standard deviation, as everyone uses them
         x = (images.unsqueeze(1).float() / 255 - 0.1307) / 0.3081
-        if torch.is_autocast_enabled(x.device.type):  # on a GPU, faster in half precision
+        # on a GPU, faster in half precision; on Apple's, channels last give wrong gradients (pytorch#107214, #175190)
+        if torch.is_autocast_enabled(x.device.type) and not x.is_mps:
             x = x.to(memory_format=torch.channels_last)
         x = F.relu(self.conv1(x))
         x = self.dropout1(F.relu(F.max_pool2d(self.conv2(x), 2)))  # as ReLU before pooling, on a quarter of the values

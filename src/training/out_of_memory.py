@@ -18,11 +18,15 @@ def explaining_memory(phase: str, run: Run | None = None) -> Iterator[None]:
     """Turn a GPU's out-of-memory error in this phase of a run into a UserError."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()  # of CUDA itself and of other processes
-        line = f"out of memory in the {phase}, on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} GB outside torch"
-        if run:
+    except RuntimeError as error:  # on Apple's GPUs, it is no OutOfMemoryError
+        if "out of memory" not in str(error):
+            raise
+        line, is_cuda = f"out of memory in the {phase}", torch.cuda.is_available()
+        if is_cuda:
+            free, total = torch.cuda.mem_get_info()
+            outside = total - free - torch.cuda.memory_reserved()  # of CUDA itself and of other processes
+            line += f", on a GPU of {total / GB:.1f} GB, {outside / GB:.1f} GB outside torch"
+        if run and is_cuda:
             held = {name: sum(t.nbytes for t in of if t.is_cuda) for name, of in tensors_of(run).items()}
             held["activations"] = torch.cuda.max_memory_allocated() - sum(held.values())
             line += ": " + ", ".join(f"{name} {size / GB:.1f}" for name, size in held.items())

@@ -27,11 +27,13 @@ def checkpoint_and_compile(model: nn.Module, config: Config, accelerator: Accele
     """Apply what the settings ask for, in place.
 
     Raises:
-        UserError: the model names no blocks.
+        UserError: the model names no blocks, or they would be recomputed wrongly.
     """
     names = getattr(model, "_no_split_modules", None) or []  # of what repeats, and FSDP wraps one by one
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if config.activation_checkpointing:
+        if accelerator.device.type == "mps":  # pytorch#194478
+            raise UserError("activation_checkpointing: torch recomputes with other dropout on MPS: leave it out")
         if not blocks:
             raise UserError(
                 f"activation_checkpointing: list the classes of the repeating blocks of {type(model).__name__} in its "

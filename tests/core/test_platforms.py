@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from src.distributed.accelerator import choose_precision, peak_memory
+from src.config.errors import UserError
+from src.distributed.accelerator import choose_precision
 from src.tasks.mnist import Digits
 from src.training import batches
 from src.training.batches import MicroBatch
 from src.training.evaluation import evaluate_batches
 from src.training.gradients import step_if_finite
+from src.training.out_of_memory import explaining_memory
+from src.training.transforms import checkpoint_and_compile
 from tests.launching import PROJECT, Launch
 
 MPS = torch.device("mps")
@@ -59,10 +62,18 @@ def test_several_processes_on_a_mac_use_its_cpu_and_say_why(launch: Launch) -> N
     assert (run.summary["device"], run.summary["precision"]) == ("cpu", "fp32")
 
 
-def test_one_process_on_a_mac_uses_its_gpu_in_bf16(launch: Launch) -> None:
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("2.15.0", "mps bf16 True"),
+        ("2.14.1", "train.py: Apple's GPU needs torch 2.15: install that, or use accelerate_configs/cpu.yaml"),
+    ],
+)
+def test_one_process_on_a_mac_uses_its_gpu_in_bf16(launch: Launch, version: str, says: str) -> None:
     """There is none here, so the run ends where it has been chosen."""
-    run = launch("single_gpu", "--max_steps=2", before=HAS_APPLE_GPU + ENDS_WITH_ITS_DEVICE)
-    assert run.stderr.splitlines()[-1] == "mps bf16 True"
+    torch_version = f"torch.__version__ = torch.torch_version.TorchVersion('{version}')"
+    run = launch("single_gpu", "--max_steps=2", before=HAS_APPLE_GPU + ENDS_WITH_ITS_DEVICE + torch_version)
+    assert run.stderr.splitlines()[-1] == says
 
 
 def test_an_apple_gpu_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +132,23 @@ def test_a_step_that_is_not_finite_is_skipped_on_an_apple_gpu(norm: float, weigh
     assert parameter.item() == weight
 
 
-def test_the_memory_of_an_apple_gpu_is_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.13 its own peak is an assertion that fails (pytorch#186430)."""
-    monkeypatch.setattr("torch.mps.driver_allocated_memory", lambda: 12345)
-    monkeypatch.setattr("torch.accelerator.max_memory_allocated", lambda: pytest.fail("an internal assertion"))
+def test_activation_checkpointing_on_an_apple_gpu_is_refused() -> None:
+    """Torch recomputes with another dropout there (pytorch#194478): the gradients would be of another function."""
     accelerator: Any = SimpleNamespace(device=MPS)
-    assert peak_memory(accelerator) == [12345]
+    config: Any = SimpleNamespace(activation_checkpointing=True)
+    with pytest.raises(UserError, match="torch recomputes with other dropout on MPS: leave it out"):
+        checkpoint_and_compile(nn.Linear(1, 1), config, accelerator)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("XPU out of memory. Tried to allocate"), RuntimeError("MPS backend out of memory")]
+)
+def test_memory_that_runs_out_on_other_gpus_is_one_line_too(error: Exception) -> None:
+    with (
+        pytest.raises(UserError, match=r"^out of memory in the training step; what would help: "),
+        explaining_memory("training step"),
+    ):
+        raise error
 
 
 def test_digits_are_indexed_on_the_device_that_they_are_on() -> None:
