@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache, partial
-from os.path import commonprefix
+from operator import eq
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -285,7 +285,7 @@ def _turn(chat: Chat, i: int, text: str, render: partial[str], eos: str) -> Span
     """
     # templates reject an empty chat; its beginning is what doesn't change with the answer
     given = render(chat[:i], prompts_answer=True) if i else render([ANSWER | {"role": chat[0]["role"]}, *chat[1:]])
-    start = len(commonprefix([given, text]))  # noqa: RUF071  # by character, not by part of a path
+    start = [*map(eq, given, text), False].index(False)  # where they differ, or the shorter one ends
     turn, rest = render(chat[: i + 1])[start:], text[start:]
     is_found = not i or start == len(given) or text.startswith(render(chat[:i]).removesuffix(eos))
     written = {turn, turn.removesuffix(eos)}

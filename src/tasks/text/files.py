@@ -4,11 +4,11 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from os.path import commonprefix
 from pathlib import Path
 from typing import TypeVar
 
 import fsspec
+from fsspec.utils import common_prefix
 
 from src.config.errors import RunError, UserError, cause
 
@@ -81,7 +81,7 @@ def by_split(files: dict[str, str]) -> dict[str, dict[str, str]]:
     """Return a folder's files, given with their versions, by split: by words in their names, and by the names of
     subfolders. If no name has a split, all files are training data. Each file is in one split, that of the last word:
     `datasets` would have train_test.csv in two."""
-    folder = commonprefix([*files]).rpartition("/")[0]  # noqa: RUF071  # then cut at a slash
+    folder = common_prefix(file.rpartition("/")[0] for file in files)
     splits: dict[str, dict[str, str]] = {}
     for file, version in files.items():
         *folders, name = file.removeprefix(folder).lower().split("/")
