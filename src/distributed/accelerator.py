@@ -159,8 +159,7 @@ def choose_precision(launcher: ParentLauncher | None, asked: str, is_cpu_fallbac
     if is_cpu_fallback and launcher and not launcher.arguments.mixed_precision:
         return "no", None  # a yaml's precision is meant for GPUs; --mixed_precision on the command line for this run
     if not torch.cuda.is_available():
-        has_no_fp8 = asked == "fp8" and torch.backends.mps.is_available()
-        return ("bf16", "Apple's GPUs have no fp8: training in bf16") if has_no_fp8 else (asked, None)
+        return asked, None
     gpu = torch.cuda.get_device_name()
     if asked in ("bf16", "fp8") and not torch.cuda.is_bf16_supported(including_emulation=False):
         return "no", f"{gpu} has no {asked}: training in fp32"

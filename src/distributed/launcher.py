@@ -97,9 +97,10 @@ def launch_errors(
         return  # the other checks would judge its effect
     if on_cpu and not asked.cpu and (reason := unusable_gpu()):
         yield f"{reason}; accelerate_configs/cpu.yaml trains on the CPU"
-    if not on_cpu and torch.backends.mps.is_available() and torch.__version__ < "2.15":
-        # in bf16, attention saw what follows (pytorch#195910), and events raised errors (pytorch#196395)
-        yield "Apple's GPU needs torch 2.15: install that, or use accelerate_configs/cpu.yaml"
+    # before, attention saw what follows in bf16 (pytorch#195910), and events raised errors (pytorch#196395)
+    is_too_old = torch.__version__ < "2.15"
+    if not on_cpu and torch.backends.mps.is_available() and (is_too_old or asked.precision == "fp8"):
+        yield "Apple's GPU needs torch 2.15 and has no fp8: accelerate_configs/cpu.yaml trains on the CPU"
     gpus = torch.accelerator.device_count()
     if not on_cpu and asked.local_world_size > gpus:
         yield f"{asked.local_world_size} processes on this machine, but it has {gpus} GPU(s): set --num_processes"

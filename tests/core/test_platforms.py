@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from src.config.errors import UserError
-from src.distributed.accelerator import choose_precision
 from src.tasks.mnist import Digits
 from src.training import batches
 from src.training.batches import MicroBatch
@@ -62,24 +61,19 @@ def test_several_processes_on_a_mac_use_its_cpu_and_say_why(launch: Launch) -> N
     assert (run.summary["device"], run.summary["precision"]) == ("cpu", "fp32")
 
 
+NEEDS = "train.py: Apple's GPU needs torch 2.15 and has no fp8: accelerate_configs/cpu.yaml trains on the CPU"
+
+
 @pytest.mark.parametrize(
-    ("version", "says"),
-    [
-        ("2.15.0", "mps bf16 True"),
-        ("2.14.1", "train.py: Apple's GPU needs torch 2.15: install that, or use accelerate_configs/cpu.yaml"),
-    ],
+    ("version", "precision", "says"),
+    [("2.15.0", "bf16", "mps bf16 True"), ("2.14.1", "bf16", NEEDS), ("2.15.0", "fp8", NEEDS)],
 )
-def test_one_process_on_a_mac_uses_its_gpu_in_bf16(launch: Launch, version: str, says: str) -> None:
+def test_one_process_on_a_mac_uses_its_gpu(launch: Launch, version: str, precision: str, says: str) -> None:
     """There is none here, so the run ends where it has been chosen."""
     torch_version = f"torch.__version__ = torch.torch_version.TorchVersion('{version}')"
-    run = launch("single_gpu", "--max_steps=2", before=HAS_APPLE_GPU + ENDS_WITH_ITS_DEVICE + torch_version)
+    before, words = HAS_APPLE_GPU + ENDS_WITH_ITS_DEVICE + torch_version, ("--mixed_precision", precision)
+    run = launch("single_gpu", "--max_steps=2", launcher_arguments=words, before=before)
     assert run.stderr.splitlines()[-1] == says
-
-
-def test_an_apple_gpu_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
-    assert choose_precision(None, "fp8", False) == ("bf16", "Apple's GPUs have no fp8: training in bf16")
-    assert choose_precision(None, "bf16", False) == ("bf16", None)
 
 
 def test_batches_reach_an_apple_gpu_from_one_thread_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
