@@ -73,7 +73,8 @@ def transformed(model: torch.nn.Module, **settings: bool) -> None:
     """Transform a model in place as train.py does."""
     off = dict.fromkeys(("compile", "activation_checkpointing", "activation_offload", "cuda_graphs"), False)
     config: Any = SimpleNamespace(**(off | settings), forward_batch_size=lambda processes: 1)
-    checkpoint_and_compile(model, config, SimpleNamespace(num_processes=1, torch_device_mesh=None))
+    accelerator = SimpleNamespace(num_processes=1, torch_device_mesh=None, device=torch.device("cpu"))
+    checkpoint_and_compile(model, config, accelerator)
 
 
 # -------------------------------------------------------------------------------------------------- loss and memory
