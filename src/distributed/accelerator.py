@@ -174,7 +174,7 @@ def _set_up_cpu(launcher: ParentLauncher | None, on_cpu: bool, local_world_size:
     if on_cpu:  # AdamW's averages for dead units become subnormal, and those are ten times slower
         torch.set_flush_denormal(True)
     if launcher and not (launcher.arguments.num_cpu_threads_per_process or "OMP_NUM_THREADS" in launcher.environment):
-        # else the launcher's default, 1, would apply. joblib knows a container's share of the cores
+        # else the launcher's default, 1, would apply; of the cores, a container may have a share
         torch.set_num_threads(max(1, cpu_count() // local_world_size))
 
 
