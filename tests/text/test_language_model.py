@@ -158,8 +158,9 @@ def test_only_the_inputs_of_blocks_go_to_the_host(monkeypatch: pytest.MonkeyPatc
     moved: list[Tensor] = []
 
     def to_host(tensor: Tensor) -> Tensor:
-        moved.append(tensor.clone())
-        return moved[-1]
+        if tensor.numel():  # torch 2.11 also keeps an empty one
+            moved.append(tensor)
+        return tensor.clone()
 
     hooks = partial(saved_tensors_hooks, to_host, Tensor.clone)
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda pin_memory: hooks())
