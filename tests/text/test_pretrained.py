@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, compare_versions
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Llama4ForConditionalGeneration
 from transformers.utils.quantization_config import Mxfp4Config
@@ -25,6 +25,7 @@ from src.config.errors import UserError
 from src.distributed.accelerator import RunSetup, build_accelerator
 from src.tasks import TASKS
 from src.tasks.base import TaskState, Tensors
+from src.tasks.text import load
 from src.tasks.text.text_classification import TextClassification
 from src.tasks.text.tokenizing import byte_tokenizer
 from src.training.run import begin_task, prepare_model
@@ -136,6 +137,9 @@ REFUSED = {
     "4 bits": "task.model={}: its weights are in 4 bits: train adapters (lora.r, base_dtype=nf4; no olora) *",
 }
 """Patterns of what they are refused with, a line for each mistake."""
+needs_quantization = pytest.mark.skipif(
+    compare_versions("transformers", "<", "5.24"), reason="before transformers 5.24, quantized weights are refused"
+)
 ADAPTED = ("llama", "tied", "experts", "fp8", "tied but for its head")
 """Models that get new adapters too, which change nothing."""
 
@@ -174,6 +178,7 @@ def plain_loss(path: Path) -> float:
 
 
 # -------------------------------------------------------------------------------------------------------------- tests
+@needs_quantization
 def test_the_first_loss_is_transformers_own_or_one_line_refuses(launch: Launch, folder: Path) -> None:
     losses = {}
     for yaml, processes in (("cpu", 1), ("ddp", 2), ("fsdp", 2)):
@@ -215,6 +220,7 @@ def test_weights_that_are_not_used_are_noted(folder: Path, tmp_path: Path) -> No
         assert remark.startswith(f"{task.model} has weights that are not used: {names}")
 
 
+@needs_quantization
 @pytest.mark.parametrize(
     ("name", "lora", "place", "within"),
     [
@@ -239,6 +245,17 @@ def test_the_export_has_the_loss_of_what_was_loaded(
     assert compute_dtypes == ({torch.bfloat16} if lora else set())
 
 
+def test_quantized_weights_are_refused_by_a_transformers_that_exports_others(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(load, "compare_versions", lambda *_: True)
+    line = f"^task.model={folder / 'fp8'}: cannot be loaded: its weights are quantized, which needs transformers 5.24"
+    with pytest.raises(UserError, match=line):
+        decoder(folder / "fp8").bind(TaskState()).build_model()
+    decoder(folder / "llama").bind(TaskState()).build_model()
+
+
+@needs_quantization
 @pytest.mark.parametrize(
     ("name", "lora", "reason"),
     [

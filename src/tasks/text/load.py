@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState, init_empty_weights
+from accelerate.utils import compare_versions
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -61,6 +62,8 @@ def load_config(source: str, revision: str | None, remarks: list[str]) -> PreTra
         quantization["dequantize"] = True
     elif quantization and not quantization.get("load_in_4bit"):
         raise ValueError(f"its weights are quantized ({method}): use the model that they were quantized from")
+    if quantization and compare_versions("transformers", "<", "5.24"):  # exports had another loss
+        raise ValueError("its weights are quantized, which needs transformers 5.24: install that")
     return config
 
 
