@@ -2,6 +2,7 @@
 
 import socket
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,23 @@ from src.training.batches import Fetched, MicroBatch, TrainStep
 from src.training.progress import StepResult
 from src.training.run import Run
 
-GPUS = read_yaml(Path(__file__).with_name("gpus.yaml").read_bytes()).values()
-PEAKS: dict[str, dict[str, float]] = {name: gpu["tflops"] for gpu in GPUS for name in gpu["names"]}
-"""Peak dense TFLOPS in each precision, by the whole name of a device: others are slices of it, or other devices."""
+TABLE = Path(__file__).with_name("gpus.yaml")
+"""GPUs with the names and the peaks that `peaks` returns."""
 FEWEST, MOST = 10, 100
 """Steps of an interval that is long enough to judge processes by, and the most whose forward passes are timed."""
+
+
+@cache  # not read at import: it takes 16 ms, which a start on CPUs can do without
+def peaks() -> dict[str, dict[str, float]]:
+    """Return the peak dense TFLOPS in each precision by the whole name of a device: others are slices of it, or other
+    devices."""
+    return {name: gpu["tflops"] for gpu in read_yaml(TABLE.read_bytes()).values() for name in gpu["names"]}
 
 
 def peak_flops(name: str, precision: str) -> float | None:
     """Return the peak FLOPS of a device, such as `NVIDIA H100 PCIe`, for matrix products in a RunSetup's precision (for
     fp8, those of bf16). None: the device is not in the table or has no such products, or the precision is fp32."""
-    peak = PEAKS.get(name, {}).get(precision.replace("fp8", "bf16"))
+    peak = peaks().get(name, {}).get(precision.replace("fp8", "bf16"))
     return 1e12 * peak if peak and precision != "fp32" else None
 
 
@@ -36,7 +43,7 @@ def measure(run: Run, steps: Fetched, take_step: TrainStep) -> tuple[Fetched, Tr
     host waits for the device at the end of an interval alone."""
     profiler, model = start_profiler(run), run.accelerator.unwrap_model(run.model)
     name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
-    peak = peak_flops(name, run.launch.precision)
+    peak = peak_flops(name, run.launch.precision) if name else None
     times: list[Any] = []  # of this step: its beginning, the arrival of its data, forward passes from ... to, its end
     interval: list[Any] = []  # of each step: these times, FLOPs
     named: list[int] = []
