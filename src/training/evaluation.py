@@ -46,7 +46,7 @@ def evaluate_batches(
     """Return the scores of this process's batches, or None if the run was stopped meanwhile."""
     # Sum and count: a mean of batch means is wrong if the last batch is smaller. Use float64, as fp32 stops counting at
     # 2**24, 16.8 million. Stay on the device until one all-reduce at the end, 5 times as fast as gathering each batch.
-    # Apple's have no float64: there each batch is waited for.
+    # Apple's GPUs have no float64: there, the sums are on the CPU, and each batch is waited for.
     totals = torch.zeros(3, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
     # views into `totals`
     loss_sum, targets, examples = totals.unbind()
