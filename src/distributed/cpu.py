@@ -24,6 +24,12 @@ and frees would be scattered over the heap, which would grow to several times th
 small Llama's step would take twice as long.) Keep up to 32 MiB at the heap's end for smaller blocks."""
 
 
+def trim_heap() -> None:
+    """Give the free pages between the heap's blocks back to the kernel, as glibc never does unasked."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 def tune_for_cpu(model: nn.Module, is_sharded: bool = False) -> list[str]:
     """Speed up this process and `model`, in place: its layers change their class but keep their names. Save memory
     rather than time if FSDP will shard it (`is_sharded`). Return what was done, for the start-up summary."""

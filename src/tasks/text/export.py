@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
-from transformers.trainer_utils import align_special_tokens
 
 from src.tasks.base import Tensors
 from src.tasks.text.chats import ends_of_turn
@@ -38,7 +38,8 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folde
 def set_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     """Give a language model the tokenizer's special tokens, and also end generation where the chat template ends a
     turn: a base model, which stops only at the end of a text, would continue with the user's next turn."""
-    align_special_tokens(model, tokenizer)
+    trainer: Any = import_module("transformers.trainer_utils")  # takes a second and 50 MB where peft is installed
+    trainer.align_special_tokens(model, tokenizer)
     generation = model.generation_config
     known = generation.eos_token_id  # one, several or none
     eos_token_ids = [known] if isinstance(known, int) else known or []
