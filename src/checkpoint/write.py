@@ -41,7 +41,8 @@ class CheckpointWriter:
         self._run, self._store = run, store
         self._group: Any = None
         if torch.distributed.is_initialized():
-            # a group of its own: collectives of the background thread must not mix with the loop's
+            # A group of its own: collectives of the background thread must not mix with the loop's. Not made later: the
+            # signal that a save answers may have ended the launcher, and with it the store through which groups meet.
             self._group = torch.distributed.new_group(backend="gloo", timeout=store.timeout)
         on_cuda = run.device.type == "cuda"
         # with use_async_staging, a thread would not wait for the optimizer's kernels

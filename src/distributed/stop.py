@@ -26,11 +26,11 @@ class StopSignal:
     def __init__(self, accelerator: Accelerator, config: Config) -> None:
         SIGNALS.answer_by(None)  # from now on, the loop answers them
         self._max_hours = config.max_hours or math.inf
-        self._is_alone = accelerator.num_processes == 1
+        self._num_processes = accelerator.num_processes
         self.group: Any = None
         """Of its sums; None: the default one."""
         # on a CPU that is gloo's already: each group has a thread that wakes up every 10 ms, also if it has no work
-        if accelerator.device.type != "cpu" and not self._is_alone:
+        if accelerator.device.type != "cpu" and self._num_processes > 1:
             # until `fit` sets what holds after the first step
             self.group = torch.distributed.new_group(backend="gloo", timeout=first_timeout(config))
         self._request = self.begin_sum({})
@@ -45,12 +45,16 @@ class StopSignal:
         """Begin to sum the values, whose names are the same on all processes. Return a function that waits for the
         sums, and for whether any process was asked to stop before this call. Collective."""
         numbers = torch.tensor([*values.values(), float(self.reason is not None)], dtype=torch.float64)
-        work = None if self._is_alone else torch.distributed.all_reduce(numbers, group=self.group, async_op=True)
+        gathered, work = numbers, None
+        if self._num_processes > 1:
+            gathered = numbers.repeat(self._num_processes)
+            # an all-reduce would be twice as many messages, and cost a step of the MNIST CNN 1% of its time
+            work = torch.distributed.all_gather_into_tensor(gathered, numbers, group=self.group, async_op=True)
 
         def wait() -> tuple[Sums, bool]:
             if work:
                 work.wait()
-            *sums, requests = numbers.tolist()
+            *sums, requests = map(sum, zip(*gathered.view(self._num_processes, -1).tolist(), strict=True))
             return dict(zip(values, sums, strict=True)), requests > 0
 
         return wait
@@ -58,7 +62,7 @@ class StopSignal:
     def any_requested(self) -> bool:
         """Return whether any process was asked to stop before the last call: the same answer on all, which must call
         this equally often. Collective."""
-        # An all-reduce takes 0.6 ms, as long as a small batch: it goes on while the batch after this call is computed.
+        # An exchange takes 0.6 ms, as long as a small batch: it goes on while the batch after this call is computed.
         _, is_requested = self._request()
         self._request = self.begin_sum({})
         return is_requested
