@@ -40,13 +40,15 @@ class Mlp(Mnist):
 
     name: Literal["mlp"] = "mlp"  # type: ignore[assignment]
     """The task to train."""
+    examples: int = MLP_EXAMPLES
+    """How many vectors to train on."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def build_datasets(self) -> tuple[Digits, Digits]:
         torch.manual_seed(1)
-        vectors = torch.randn(MLP_EXAMPLES, 32)
+        vectors = torch.randn(self.examples, 32)
         examples = Digits(vectors, (vectors @ torch.randn(32, 10)).argmax(1))
         return examples, Digits(*examples.__getitems__(list(range(BATCH))).values())
 

@@ -94,7 +94,7 @@ class Side:
     """A command in a session of its own, which can be made to compute only while it is its turn.
 
     It runs in `folder`, on as many threads (None: as the libraries choose, and one GPU). A turn ends when `every` more
-    matches of the pattern `ends`, whose group is a number, are in `file`.
+    matches of the pattern `ends`, in lines and with a number as its group, are in `file`.
     """
 
     command: list[str]
@@ -105,14 +105,23 @@ class Side:
     file: str = "run/metrics.jsonl"
     process: Any = None
     seconds: list[float] = field(default_factory=list)  # of its turns
+    _awaited: int = 0
+    _read: int = 0  # bytes of the file
+    _values: list[float] = field(default_factory=list)
 
     @property
     def values(self) -> list[float]:
         """The numbers of all matches so far: of train.py the mean loss of each interval."""
         file = self.folder / self.file
-        text = file.read_text() if file.exists() else ""
-        found = re.findall(self.ends, text[: text.rfind("\n") + 1], re.MULTILINE)  # the last line may be half written
-        return [float(value.replace(",", "")) for value in found]
+        if file.exists():
+            with file.open("rb") as stream:
+                stream.seek(self._read)
+                text = stream.read()
+            text = text[: text.rfind(b"\n") + 1]  # the last line may be half written
+            self._read += len(text)
+            found = re.findall(self.ends, text.decode(errors="replace"), re.MULTILINE)
+            self._values += [float(value.replace(",", "")) for value in found]
+        return self._values
 
     @property
     def log(self) -> str:
@@ -134,11 +143,12 @@ class Side:
             how: dict[str, Any] = {"cwd": self.folder, "env": env, "stdout": log, "stderr": subprocess.STDOUT}
             self.process = psutil.Popen(self.command, start_new_session=True, **how)
 
-    def turn(self) -> float:
+    def turn(self, every: int | None = None) -> float:
         """Let it compute until its turn ends. Return the seconds that took."""
+        self._awaited += every or self.every
         started = time.perf_counter()
         self.signal(signal.SIGCONT)
-        self.wait(lambda: len(self.values) >= (1 + len(self.seconds)) * self.every)
+        self.wait(lambda: len(self.values) >= self._awaited)
         self.signal(signal.SIGSTOP)
         self.seconds.append(time.perf_counter() - started)
         return self.seconds[-1]
