@@ -5,10 +5,10 @@ masked out of the loss. Longer raw text is split into several chunks; longer pro
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,8 @@ contribute to the loss."""
 Span = tuple[int, int]
 """A part of a text, from one character up to another."""
 Spans = list[Span]
+Text = tuple[str, Spans | None]
+"""A text, and the parts of it that are learnt; None: all."""
 Columns = dict[str, str]
 """Names of columns by role: text; or prompt and completion; or chat, as `encode_chat` returns it."""
 
@@ -88,20 +90,21 @@ class Chunker:
 
     def chunks(self, batch: Rows) -> pa.Table:
         """Return the columns of CHUNK_FEATURES for a batch of rows. A row may have no chunks."""
-        rows = enumerate(zip(*(batch[name] for name in self.columns.values()), strict=True))
-        chunks = [{"row": place, **chunk} for place, row in rows for chunk in self._row_chunks(*row)]
+        texts = [self._text(*row) for row in zip(*(batch[name] for name in self.columns.values()), strict=True)]
+        rows = enumerate(encode(texts, self.tokenizer, has_ends="chat" in self.columns))
+        chunks = [{"row": place, **chunk} for place, tokens in rows for chunk in self._row_chunks(*tokens)]
         return pa.Table.from_pylist(chunks, CHUNK_FEATURES.arrow_schema)
 
-    def _row_chunks(self, text: str, completion: str = "") -> Iterator[Chunk]:
-        """Yield the chunks of a row, which is a text, a prompt with its completion, or a chat: all of them for raw
-        text, else the first one."""
-        spans: Spans | None = None
-        is_chat = "chat" in self.columns
-        if is_chat:
+    def _text(self, text: str, completion: str = "") -> Text:
+        """Return the text of a row, which is a text, a prompt with its completion, or a chat."""
+        if "chat" in self.columns:
             text, spans = json.loads(text)
-        elif completion and not self.train_on_prompts:
-            spans = [(len(text), len(text + completion))]
-        ids, labels = encode(text + completion, spans, self.tokenizer, has_ends=is_chat)
+            return text, spans
+        whole = text + completion
+        return whole, [(len(text), len(whole))] if completion and not self.train_on_prompts else None
+
+    def _row_chunks(self, ids: np.ndarray, labels: np.ndarray) -> Iterator[Chunk]:
+        """Yield the chunks of a row's tokens: all of them for raw text, else the first one."""
         require_known(ids, self.tokenizer, self.num_known)
         labels = labels[1:]  # the last token is predicted, and predicts nothing
         length, splits = self.sequence_length, "text" in self.columns
@@ -117,24 +120,41 @@ class Chunker:
 
 
 def encode(
-    text: str, spans: Spans | None, tokenizer: PreTrainedTokenizerFast, has_ends: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return a text's tokens, and their labels: the tokens within these spans (None: all), and -100 for the others;
-    int32 of shape (tokens,). Unless a chat template wrote it, so that it `has_ends`, those that begin and end a
+    texts: Sequence[Text], tokenizer: PreTrainedTokenizerFast, has_ends: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the tokens of each text, and their labels: those within its spans, and -100 for the others; int32 of shape
+    (tokens,). Unless a chat template wrote them, so that they have ends (`has_ends`), the tokens that begin and end a
     document are added; the last one is always learnt."""
-    before, after = ([], []) if has_ends else missing_ends(text, tokenizer)
-    parts: list[Any] = [(before, before if spans is None else [-100] * len(before))]
-    for start, known, part in _slices(text, tokenizer):
-        encoded = tokenizer(part, add_special_tokens=False, return_offsets_mapping=spans is not None, verbose=False)
-        ids = labels = np.array(encoded["input_ids"], np.int32)
-        if spans is not None:
-            offsets = np.array(encoded["offset_mapping"]).reshape(-1, 2) + start
-            is_added = np.isin(ids, _added_ids(tokenizer))
-            labels = np.where(_within(spans, offsets, is_added), ids, np.int32(-100))
-        parts.append((ids[known:], labels[known:]))
-    parts.append((after, after))
-    ids, labels = (np.concatenate(arrays, dtype=np.int32, casting="unsafe") for arrays in zip(*parts, strict=True))
-    return ids, labels
+    sliced = [[*_slices(text, tokenizer)] for text, _ in texts]
+    parts = (part for slices in sliced for *_, part in slices)
+    tokenized = _tokenized(parts, tokenizer, return_offsets_mapping=any(spans is not None for _, spans in texts))
+    for (text, spans), slices in zip(texts, sliced, strict=True):
+        before, after = ([], []) if has_ends else missing_ends(text, tokenizer)
+        found: list[Any] = [(before, before if spans is None else [-100] * len(before))]
+        for start, known, _ in slices:
+            tokens, places = next(tokenized)
+            ids = labels = np.array(tokens, np.int32)
+            if spans is not None:
+                offsets = np.array(places).reshape(-1, 2) + start
+                is_added = np.isin(ids, _added_ids(tokenizer))
+                labels = np.where(_within(spans, offsets, is_added), ids, np.int32(-100))
+            found.append((ids[known:], labels[known:]))
+        found.append((after, after))
+        ids, labels = (np.concatenate(arrays, dtype=np.int32, casting="unsafe") for arrays in zip(*found, strict=True))
+        yield ids, labels
+
+
+def _tokenized(parts: Iterator[str], tokenizer: PreTrainedTokenizerFast, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the tokens of each part of a text and, if `options` ask for offsets, where each token starts and ends.
+    Parts of SLICE characters or more together are tokenized at once, on all cores."""
+    some: list[str] = []
+    for part in chain(parts, [None]):
+        if part is not None:
+            some.append(part)
+        if some and (part is None or sum(map(len, some)) >= SLICE):
+            encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
+            yield from zip(encoded["input_ids"], encoded.get("offset_mapping") or some, strict=True)
+            some = []
 
 
 @lru_cache(maxsize=1)
