@@ -82,7 +82,7 @@ def evaluate(run: Run, stop: StopSignal) -> Evaluation | None:
     run.model.eval()
     broadcast([*run.model.buffers()])  # running statistics, as process 0 exports them: FSDP leaves each its own
     with in_phase("evaluation", run), torch.no_grad():
-        scores = evaluate_batches(task, run.model, evaluation_batches(run, stop), run.device, stop)
+        scores = evaluate_batches(task, run.model, evaluation_batches(run), run.device, stop)
         samples = task.generate(run.model, run.eval_set) if scores else []
     run.model.train()
     if scores is None:

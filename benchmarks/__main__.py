@@ -19,7 +19,8 @@ from pathlib import Path
 from benchmarks.pairs import Comparison, load, save, table
 from benchmarks.runs import PROJECT
 
-BENCHMARKS = ("startup", "loop", "mnist", "language", "chat", "evaluation", "two_processes", "streaming")
+BENCHMARKS = ("startup", "loop", "mnist", "language", "chat", "evaluation", "two_processes", "streaming", "memory")
+BENCHMARKS += ("growth", "first_start")
 RESULTS = Path(__file__).parent / "results.json"
 MARGIN = 0.02
 

@@ -30,7 +30,7 @@ from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import CORES, Side, arguments, own, rate
 
 ROUNDS, LENGTH = 2, 512
-LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 LLAMA |= {"num_attention_heads": 2}
 FOUND = r"^prepared ([\d.]+) s, cpu ([\d.]+) s, tokens (\d+)$"
 
@@ -59,6 +59,7 @@ def measured(prepare: Callable[[], int]) -> None:
 
 
 def by_train_py(words: list[str]) -> None:
+    os.environ.pop("TOKENIZERS_PARALLELISM", None)  # nothing forks here
 
     import src.tasks.text.causal_lm  # noqa: F401  # as the others, it takes seconds
     import train
@@ -71,6 +72,7 @@ def by_train_py(words: list[str]) -> None:
 
 
 def by_trl(words: list[str]) -> None:
+    os.environ.pop("TOKENIZERS_PARALLELISM", None)
     from datasets import load_dataset
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
@@ -131,10 +133,10 @@ def measure(_: Path, folder: Path, rows: int, trl: str) -> list[Comparison]:
         mine, peers = ([turn[which] for turn in side] for side in turns)
         for (*_, tokens), (*_, theirs) in zip(mine, peers, strict=True):
             assert abs(tokens - theirs) <= 2 * rows, f"{tokens} tokens, {theirs} of trl"
-        for kind, place, unit in (("", 0, "rows/s"), (" per CPU second", 1, "rows/s")):
-            speeds = [rate(rows, [figures[place] for figures in found]) for found in (mine, peers)]
+        for kind, column in (("", 0), (" per CPU second", 1)):
+            speeds = [rate(rows, [figures[column] for figures in found]) for found in (mine, peers)]
             question = f"first start: {rows:,} rows {says}{kind}, SFTTrainer"
-            compared.append(Comparison(question, unit, speeds[0], speeds[1], 1, is_gain=True))
+            compared.append(Comparison(question, "rows/s", speeds[0], speeds[1], 1, is_gain=True))
     return compared
 
 

@@ -273,7 +273,7 @@ class Trial:
         self._take(micro_batches)  # now with the optimizer's state
         allocated, reserved = peak_bytes()
         memory = {"load": self._load, "step": (allocated + self._kept, reserved + self._kept)}
-        evaluate_batches(run.task, run.model.eval(), islice(evaluation_batches(run, stop), 2), run.device, stop)
+        evaluate_batches(run.task, run.model.eval(), islice(evaluation_batches(run), 2), run.device, stop)
         run.model.train()
         memory["evaluation"] = peak_bytes()
         rank_state_dict(run_tensors(run.model, run.optimizers), run.rank, run.world_size)  # as a save copies them

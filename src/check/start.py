@@ -60,7 +60,7 @@ def evaluating_less(context: CheckContext) -> Run:
     size = AT_ONCE * context.run.data_size
     most = min(len(context.run.eval_set), MAX_BATCHES * size)
     dataset: Any = Subset(context.run.eval_set, range(most - (most - 1) % size))  # type: ignore[arg-type]
-    return replace(context.at(0, micro_batch_size=AT_ONCE), eval_set=dataset, examples_in_cache=0)
+    return replace(context.at(0, micro_batch_size=AT_ONCE), eval_set=dataset)
 
 
 def check_data(context: CheckContext) -> Iterator[Row]:
@@ -86,7 +86,7 @@ def check_data(context: CheckContext) -> Iterator[Row]:
             others.append(f"epoch {epoch + 1}")
     yield none_differ("the first examples of epochs", others, f"as drawn by hand{', augmented' * is_augmented}")
     less = evaluating_less(context)
-    steps = ([batch] for batch in evaluation_batches(reading_indices(less), context.stop))
+    steps = ([batch] for batch in evaluation_batches(reading_indices(less)))
     batches = BatchSampler(range(len(less.eval_set)), AT_ONCE * run.data_size, drop_last=False)
     yield _as_by_hand(run, "evaluation", steps, [batch[run.data_rank :: run.data_size] for batch in batches])
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 # parameters of mallopt, from glibc's malloc.h
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 
-# large blocks come from the heap (no mmap), which grows by 64 MiB, and is trimmed only if 2 GiB at its end are free
-KEEP = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 * 2**20}
+# large blocks come from the heap (no mmap), which is trimmed only if 2 GiB at its end are free
+KEEP = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1}
 """Keep glibc from giving large blocks back to the kernel. Otherwise each activation is made of new pages, which the
 kernel has to zero. PyTorch's allocator also keeps memory on GPUs."""
 # setting them fixes them, while glibc's own threshold grows with the freed blocks, up to 32 MiB
-GIVE_BACK = {M_MMAP_THRESHOLD: 8 * 2**20, M_TRIM_THRESHOLD: 32 * 2**20, M_TOP_PAD: 8 * 2**20}
+GIVE_BACK = {M_MMAP_THRESHOLD: 8 * 2**20, M_TRIM_THRESHOLD: 32 * 2**20}
 """Make glibc give each block of 8 MiB or more back to the kernel when it is freed. Otherwise blocks that FSDP gathers
 and frees would be scattered over the heap, which would grow to several times the size of the model. (From 1 MiB on, a
 small Llama's step would take twice as long.) Keep up to 32 MiB at the heap's end for smaller blocks."""

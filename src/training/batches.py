@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import recursively_apply, send_to_device
-from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_leaves
 
 from src.config.config import Config
 from src.config.terminal import bar
@@ -159,12 +156,9 @@ class CountedSteps(Fetched):
         self._summed = self._stop.begin_sum(counts)
 
 
-def evaluation_batches(run: Run, stop: StopSignal) -> Iterator[MicroBatch]:
-    """Yield this process's shard of the evaluation set, in order. Batches are as large as in training, or larger if
-    a layer's activations still fit in the cache. Collective."""
-    if run.examples_in_cache is None:
-        run.examples_in_cache = examples_in_cache(run, stop)
-    size = max(run.config.forward_batch_size(run.data_size), run.examples_in_cache)
+def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
+    """Yield this process's shard of the evaluation set, in order, in batches as large as in training."""
+    size = run.config.forward_batch_size(run.data_size)
     global_batch_size = size * run.data_size
     # never shuffled: gather_in_order in evaluation.py relies on the order of the dataset
     order = range(len(run.eval_set))
@@ -173,37 +167,6 @@ def evaluation_batches(run: Run, stop: StopSignal) -> Iterator[MicroBatch]:
     # each step is a single micro-batch
     for (batch,) in bar("batches evaluated", iterable=batches, total=total):
         yield batch
-
-
-def examples_in_cache(run: Run, stop: StopSignal) -> int:
-    """Return how many examples' activations, of the largest layer, fit in this process's share of the device's cache:
-    the same number on all processes. Wait for no device. Collective.
-
-    Batches cost the same time each in Python, in launching kernels and in reading weights. A layer gets a quarter of
-    the cache: weights and the layers before and after it need room too. (With all of it, an example took up to 1.1
-    times as long as with an eighth.)
-    """
-    layers = []
-
-    def measure(_layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        layers.append(sum(leaf.nbytes for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)))
-
-    # the last example: where texts are sorted by length, the longest
-    batch = _copy(fetch_batch(run.task, run.eval_set, [len(run.eval_set) - 1]), run.device)
-    hook = register_module_forward_hook(measure, with_kwargs=True)
-    # compiled code would be compiled anew
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), hook:
-        run.task.evaluate(run.model, batch)
-    # as if all were on this machine: the same size wherever they are
-    share = cache_size(run.device) // (4 * run.world_size)
-    # machines may differ: all take the main process's number
-    agreed, _ = stop.begin_sum({"examples": float(run.is_main * (share // max(layers)))})()
-    return int(agreed["examples"])
-
-
-def cache_size(device: torch.device) -> int:
-    """Return the bytes of a GPU's largest cache; of a CPU's, 32 MiB, as many have for some of their cores."""
-    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**25
 
 
 def examples_seen(run: Run, step: int) -> int:

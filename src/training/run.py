@@ -65,8 +65,6 @@ class Run:
     """The inputs of the run, which each checkpoint saves."""
     metadata: dict[str, Any]
     """Facts about model and data, for summary.json and the startup summary."""
-    examples_in_cache: int | None = None
-    """Examples whose activations fit in a cache, so that as many can be evaluated at once. None: not measured yet."""
 
     def __post_init__(self) -> None:
         # only fp16 needs loss scaling: bf16 has fp32's range

@@ -121,7 +121,7 @@ class Chunker:
 
 def encode(
     texts: Sequence[Text], tokenizer: PreTrainedTokenizerFast, has_ends: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[np.ndarray, ...]]:
     """Yield the tokens of each text, and their labels: those within its spans, and -100 for the others; int32 of shape
     (tokens,). Unless a chat template wrote them, so that they have ends (`has_ends`), the tokens that begin and end a
     document are added; the last one is always learnt."""
@@ -140,18 +140,16 @@ def encode(
                 labels = np.where(_within(spans, offsets, is_added), ids, np.int32(-100))
             found.append((ids[known:], labels[known:]))
         found.append((after, after))
-        ids, labels = (np.concatenate(arrays, dtype=np.int32, casting="unsafe") for arrays in zip(*found, strict=True))
-        yield ids, labels
+        yield tuple(np.concatenate(arrays, dtype=np.int32, casting="unsafe") for arrays in zip(*found, strict=True))
 
 
 def _tokenized(parts: Iterator[str], tokenizer: PreTrainedTokenizerFast, **options: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the tokens of each part of a text and, if `options` ask for offsets, where each token starts and ends.
     Parts of SLICE characters or more together are tokenized at once, on all cores."""
     some: list[str] = []
-    for part in chain(parts, [None]):
-        if part is not None:
-            some.append(part)
-        if some and (part is None or sum(map(len, some)) >= SLICE):
+    for part in chain(parts, [""]):  # an empty one, as after the last, ends what is tokenized together
+        some.append(part)
+        if not part or sum(map(len, some)) >= SLICE:
             encoded = tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
             yield from zip(encoded["input_ids"], encoded.get("offset_mapping") or some, strict=True)
             some = []

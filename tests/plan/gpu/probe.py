@@ -111,7 +111,7 @@ def main(result: str, *arguments: str) -> None:
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     null.null_gpu_reset()
     with torch.no_grad():
-        for batch in evaluation_batches(run, stop):
+        for batch in evaluation_batches(run):
             run.task.evaluate(run.model.eval(), batch.data)
     rows = [line.split("\t") for line in Path(f"{result}.kernels").read_text().splitlines()]
     seen = {
