@@ -126,7 +126,7 @@ class CountedSteps(Fetched):
     """Iterates over the steps, each with the counts summed over all processes.
 
     The loss is divided by the targets of all processes, so their number must be known before the first backward pass.
-    An all-reduce just then would stall every process: the counts are summed during the step before.
+    An exchange just then would stall every process: the counts are summed during the step before.
     """
 
     def __init__(self, steps: Steps, stop: StopSignal) -> None:
@@ -137,7 +137,7 @@ class CountedSteps(Fetched):
         """Return this process's micro-batches for the next step, and the counts over all processes. Collective."""
         micro_batches = self._upcoming
         counts, _ = self._summed()
-        # begin before this step is computed, so that the all-reduce (and on a GPU the loading) overlaps with it
+        # begin before this step is computed, so that the exchange (and on a GPU the loading) overlaps with it
         self._begin_next()
         return micro_batches, counts
 
