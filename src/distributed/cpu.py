@@ -5,6 +5,9 @@ gives it back, so that a sharded model needs no more than its shard.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +27,14 @@ and frees would be scattered over the heap, which would grow to several times th
 small Llama's step would take twice as long.) Keep up to 32 MiB at the heap's end for smaller blocks."""
 
 
-def trim_heap() -> None:
-    """Give the free pages between the heap's blocks back to the kernel, as glibc never does unasked."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+@contextmanager
+def trimmed(_phase: str, run: Any) -> Iterator[None]:
+    """Before each phase of a run under FSDP, give the free pages between the heap's blocks back to the kernel, as glibc
+    never does unasked. A Llama of 284M on 4 processes leaves 0.15 to 0.25 GB of them; it takes 30 ms."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim and run and run.accelerator.is_fsdp2:
         trim(0)
+    yield
 
 
 def tune_for_cpu(model: nn.Module, is_sharded: bool = False) -> list[str]:

@@ -54,7 +54,7 @@ class StopSignal:
         def wait() -> tuple[Sums, bool]:
             if work:
                 work.wait()
-            *sums, requests = map(sum, zip(*gathered.view(self._num_processes, -1).tolist(), strict=True))
+            *sums, requests = gathered.view(self._num_processes, -1).sum(0).tolist()
             return dict(zip(values, sums, strict=True)), requests > 0
 
         return wait

@@ -163,9 +163,8 @@ def evaluation_batches(run: Run) -> Iterator[MicroBatch]:
     # never shuffled: gather_in_order in evaluation.py relies on the order of the dataset
     order = range(len(run.eval_set))
     batches = _on_device(run, _load(run, run.eval_set, order, global_batch_size, size))
-    total = math.ceil(len(order) / global_batch_size)
     # each step is a single micro-batch
-    for (batch,) in bar("batches evaluated", iterable=batches, total=total):
+    for (batch,) in bar("batches evaluated", iterable=batches, total=math.ceil(len(order) / global_batch_size)):
         yield batch
 
 

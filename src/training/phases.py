@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
+from src.distributed.cpu import trimmed
 from src.training.ema import averaged
 from src.training.out_of_memory import explaining_memory
 from src.training.run import Run
@@ -11,6 +12,7 @@ CONTEXTS: list[Callable[[str, Run | None], contextlib.AbstractContextManager[Non
     # contexts of each phase, given its name and, once there is one, the run: the last is the innermost
     explaining_memory,
     averaged,
+    trimmed,
 ]
 
 

@@ -38,8 +38,8 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, weights: Tensors, folde
 def set_eos_token_ids(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     """Give a language model the tokenizer's special tokens, and also end generation where the chat template ends a
     turn: a base model, which stops only at the end of a text, would continue with the user's next turn."""
-    trainer: Any = import_module("transformers.trainer_utils")  # takes a second and 50 MB where peft is installed
-    trainer.align_special_tokens(model, tokenizer)
+    # imported here: it takes a second and 50 MB where peft is installed
+    import_module("transformers.trainer_utils").align_special_tokens(model, tokenizer)
     generation = model.generation_config
     known = generation.eos_token_id  # one, several or none
     eos_token_ids = [known] if isinstance(known, int) else known or []

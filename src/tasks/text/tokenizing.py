@@ -133,14 +133,15 @@ def encode(
         found: list[Any] = [(before, before if spans is None else [-100] * len(before))]
         for start, known, _ in slices:
             tokens, places = next(tokenized)
-            ids = labels = np.array(tokens, np.int32)
+            ids, labels = np.array([tokens, tokens], np.int32)
             if spans is not None:
                 offsets = np.array(places).reshape(-1, 2) + start
-                is_added = np.isin(ids, _added_ids(tokenizer))
-                labels = np.where(_within(spans, offsets, is_added), ids, np.int32(-100))
+                labels[~_within(spans, offsets, np.isin(ids, _added_ids(tokenizer)))] = -100
             found.append((ids[known:], labels[known:]))
-        found.append((after, after))
-        yield tuple(np.concatenate(arrays, dtype=np.int32, casting="unsafe") for arrays in zip(*found, strict=True))
+        yield tuple(
+            np.concatenate(arrays, dtype=np.int32, casting="unsafe")
+            for arrays in zip(*found, (after, after), strict=True)
+        )
 
 
 def _tokenized(parts: Iterator[str], tokenizer: PreTrainedTokenizerFast, **options: Any) -> Iterator[tuple[Any, Any]]:
