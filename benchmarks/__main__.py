@@ -19,8 +19,10 @@ from pathlib import Path
 from benchmarks.pairs import Comparison, load, save, table
 from benchmarks.runs import PROJECT
 
-BENCHMARKS = ("startup", "loop", "mnist", "language", "chat", "evaluation", "two_processes", "streaming", "memory")
-BENCHMARKS += ("growth", "first_start")
+BENCHMARKS = (
+    "startup", "loop", "mnist", "language", "chat", "evaluation", "two_processes", "streaming", "memory", "growth",
+    "first_start",
+)  # fmt: skip
 RESULTS = Path(__file__).parent / "results.json"
 MARGIN = 0.02
 
