@@ -1,4 +1,4 @@
-"""Faster training on a CPU. Nothing here is used on a GPU, and without it a CPU is merely slower.
+"""Faster training on a CPU. Nothing here is used on a GPU but `trimmed`, and without it a CPU is merely slower.
 
 Convolutions are channels last. Dropout draws its masks cheaply. The process keeps freed memory, which is faster, or
 gives it back, so that a sharded model needs no more than its shard.
