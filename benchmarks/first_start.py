@@ -17,6 +17,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -61,7 +62,7 @@ def measured(prepare: Callable[[], int]) -> None:
 def by_train_py(words: list[str]) -> None:
     os.environ.pop("TOKENIZERS_PARALLELISM", None)  # nothing forks here
 
-    import src.tasks.text.causal_lm  # noqa: F401  # as the others, it takes seconds
+    import src.tasks.text.causal_lm  # noqa: F401  # with transformers, which takes seconds
     import train
 
     def prepare() -> int:
@@ -118,16 +119,15 @@ def measure(_: Path, folder: Path, rows: int, trl: str) -> list[Comparison]:
         print(f"no row: {trl} does not have trl (--trl=PYTHON)", file=sys.stderr)
         return []
 
-    def start_twice(name: str, number: Callable[[], int]) -> list[tuple[float, ...]]:
-        place, starts = folder / f"{name}-{number()}", []
+    def start_twice(name: str) -> list[tuple[float, ...]]:
+        place, starts = Path(tempfile.mkdtemp(dir=folder)), []
         for _ in range(2):
             log = Side(commands[name], place, CORES).run().log
             (figures,) = re.findall(FOUND, log, re.MULTILINE)
             starts.append(tuple(map(float, figures)))
         return starts
 
-    numbers = iter(range(10**6))
-    turns = in_turn(ROUNDS, *(partial(start_twice, name, lambda: next(numbers)) for name in commands))
+    turns = in_turn(ROUNDS, *(partial(start_twice, name) for name in commands))
     compared = []
     for which, says in enumerate(("from nothing", "from the cache")):
         mine, peers = ([turn[which] for turn in side] for side in turns)

@@ -17,7 +17,7 @@ from shutil import rmtree
 from typing import Any
 
 from benchmarks import pairs
-from benchmarks.language import write_text
+from benchmarks.language import Plan, write_text
 from benchmarks.pairs import Comparison, in_turn
 from benchmarks.runs import Side, launch, own, train_py
 
@@ -30,16 +30,13 @@ PARAMETERS = 283_757_184
 def write_model(folder: Path) -> Path:
     """Write the model as a bf16 file, with the byte tokenizer."""
     import torch
-    import transformers
 
+    from benchmarks.language_peers import new_llama
     from src.tasks.text.tokenizing import byte_tokenizer
 
-    tokenizer = byte_tokenizer()
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **LLAMA, **ids)
-    model: Any = transformers.LlamaForCausalLM(config)
+    model: Any = new_llama(Plan(LLAMA, LENGTH, batch=1))
     model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
